@@ -1,0 +1,1 @@
+"""Adapter that patches stock Hugging Face transformers."""

@@ -1,0 +1,1 @@
+"""The replayssm command line."""

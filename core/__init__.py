@@ -1,0 +1,1 @@
+"""Backend-agnostic core: layer geometry, ring layout, flush policy, precision, cursors."""

@@ -1,0 +1,1 @@
+"""Kernels behind one registry, functional and allocation-free; built on the core."""

@@ -1,0 +1,1 @@
+"""The vectorised PyTorch backend: any device, the readable one."""
