@@ -1,0 +1,16 @@
+"""Which transformers these tests run with: a run meant for one version must not use another."""
+
+import os
+
+import pytest
+import transformers
+
+
+def test_runs_with_the_version_that_was_asked_for() -> None:
+    expected = os.environ.get("REPLAYSSM_EXPECT_TRANSFORMERS")
+    if expected is None:
+        pytest.skip("REPLAYSSM_EXPECT_TRANSFORMERS is not set; ci/test.sh sets it")
+    assert transformers.__version__ == expected, (
+        f"expected transformers {expected}, imported {transformers.__version__} "
+        f"from {transformers.__file__}"
+    )
