@@ -1,1 +1,15 @@
-"""Kernels behind one registry, functional and allocation-free; built on the core."""
+"""Kernels of ReplaySSM: step functions for each rule, and the operations on a slot's history."""
+
+from replayssm.kernels.api import compact, gdn_step, kda_step, mamba2_step, materialize
+from replayssm.kernels.registry import BackendUnavailable
+from replayssm.kernels.step_index import StepIndex
+
+__all__ = [
+    "BackendUnavailable",
+    "StepIndex",
+    "compact",
+    "gdn_step",
+    "kda_step",
+    "mamba2_step",
+    "materialize",
+]

@@ -1,1 +1,193 @@
-"""The vectorised PyTorch backend: any device, the readable one."""
+"""The `torch` backend: the mathematics of design section 3, vectorised, on any device.
+
+It is the readable backend and the one that runs anywhere. It allocates freely but never waits for an
+accelerator. The functions take what `replayssm.kernels`' public functions have checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from replayssm.core.geometry import Rule
+from replayssm.core.rows import write_rows, zero_where
+from replayssm.kernels.step_index import StepIndex
+from replayssm.kernels.torch_backend import delta, mamba2
+from replayssm.kernels.torch_backend.step_rows import StepRows
+
+
+def unavailable() -> str | None:
+    """Why this backend cannot run here: it always can."""
+    return None
+
+
+def mamba2_step(
+    state: torch.Tensor,
+    x_cache: torch.Tensor,
+    B_cache: torch.Tensor,
+    dt_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    out: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    *,
+    window: int,
+    index: StepIndex,
+) -> torch.Tensor:
+    """See `replayssm.kernels.mamba2_step`."""
+    rows = _rows(x, x_cache, ring_start, hist_len, window, index)
+    return mamba2.step(
+        rows, state, x_cache, B_cache, dt_cache, x, dt, A, B, C, out, D, z, dt_bias, dt_softplus
+    )
+
+
+def gdn_step(
+    state: torch.Tensor,
+    u_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    g_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    beta_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    out: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    scale: float,
+    use_qk_l2norm: bool,
+    *,
+    window: int,
+    index: StepIndex,
+) -> torch.Tensor:
+    """See `replayssm.kernels.gdn_step`."""
+    rows = _rows(q, k_cache, ring_start, hist_len, window, index)
+    g, beta = rows.tokens(g), rows.tokens(beta)
+    if A_log is not None:
+        g, beta = delta.gdn_gates(g, beta, A_log, dt_bias)
+    return delta.step(
+        rows, state, u_cache, k_cache, g_cache, v_cache, beta_cache, q, k, v, g, beta, out, scale,
+        use_qk_l2norm,
+    )  # fmt: skip
+
+
+def kda_step(
+    state: torch.Tensor,
+    u_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    g_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    beta_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    out: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None,
+    scale: float,
+    use_qk_l2norm: bool,
+    *,
+    window: int,
+    index: StepIndex,
+) -> torch.Tensor:
+    """See `replayssm.kernels.kda_step`."""
+    rows = _rows(q, k_cache, ring_start, hist_len, window, index)
+    g, beta = rows.tokens(g), rows.tokens(beta)
+    if A_log is not None:
+        g, beta = delta.kda_gates(g, beta, A_log, dt_bias, lower_bound)
+    return delta.step(
+        rows, state, u_cache, k_cache, g_cache, v_cache, beta_cache, q, k, v, g, beta, out, scale,
+        use_qk_l2norm,
+    )  # fmt: skip
+
+
+def materialize(
+    rule: Rule,
+    states: Sequence[torch.Tensor],
+    rings: Sequence[Mapping[str, torch.Tensor]],
+    ring_start: torch.Tensor,
+    count: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    window: int,
+    ring_indices: torch.Tensor,
+    A: Sequence[torch.Tensor] | None,
+    use_qk_l2norm: bool,
+) -> None:
+    """See `replayssm.kernels.materialize`."""
+    live = (source >= 0) & (target >= 0) & (ring_indices >= 0)
+    slot, ring = zero_where(~live, source.long()), zero_where(~live, ring_indices.long())
+    past = torch.arange(window, device=ring_start.device)
+    applied = live[:, None] & (past < count[:, None])
+    for layer, (state, caches) in enumerate(zip(states, rings, strict=True)):
+        ring_rows = next(iter(caches.values())).shape[2]
+        rows = (ring_start[ring].long()[:, None] + past) % ring_rows
+        old = {
+            name: zero_where(~applied, cache[ring[:, None], :, rows].float())
+            for name, cache in caches.items()
+        }
+        S0 = zero_where(~live, state[slot].float())
+        if rule is Rule.MAMBA2:
+            assert A is not None
+            decay = A[layer].float()
+            folded = mamba2.fold(S0, decay, old["x_cache"], old["B_cache"], old["dt_cache"])
+        else:
+            keys = delta.keys(old["k_cache"], state.shape[1], use_qk_l2norm)
+            G = delta.per_channel(old["g_cache"]).cumsum(1)
+            folded = delta.fold(S0, keys, old["v_cache"], G, old["beta_cache"])
+        write_rows(state, target, folded, live)
+
+
+def compact(
+    rings: Sequence[Mapping[str, torch.Tensor]],
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    path: torch.Tensor,
+    path_len: torch.Tensor,
+    ring_indices: torch.Tensor,
+) -> None:
+    """See `replayssm.kernels.compact`."""
+    live = ring_indices >= 0
+    ring = zero_where(~live, ring_indices.long())
+    place = torch.arange(path.shape[1], device=path.device)
+    moved = live[:, None] & (place < path_len[:, None])
+    origin = (ring_start[ring] + hist_len[ring]).long()[:, None]
+    node = zero_where(~moved, path.long())
+    every = ring.repeat_interleave(path.shape[1])
+    for caches in rings:
+        for cache in caches.values():
+            ring_rows = cache.shape[2]
+            records = cache[ring[:, None], :, (origin + node) % ring_rows]
+            position = ((origin + place) % ring_rows).flatten()
+            write_rows(cache, every, records.flatten(0, 1), moved.flatten(), position)
+
+
+def _rows(
+    tokens: torch.Tensor,
+    cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    window: int,
+    index: StepIndex,
+) -> StepRows:
+    lead = (tokens.shape[0], tokens.shape[1])
+    return StepRows.build(index, lead, cache.shape[2], window, ring_start, hist_len)

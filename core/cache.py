@@ -1,0 +1,189 @@
+"""`ReplayCache`: the checkpoints, rings and cursors of a model's recurrent layers, and a slot's life.
+
+Adapters own one and translate their engine's events into its methods. It holds no mathematics: states
+are materialised by the kernels' function that it is given, so the core depends on no backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from replayssm.core.cursors import Cursors
+from replayssm.core.geometry import Rule
+from replayssm.core.layout import RingLayout
+from replayssm.core.precision import Precision
+from replayssm.core.rows import write_rows
+
+
+class Materialize(Protocol):
+    """`replayssm.kernels.materialize`, which see."""
+
+    def __call__(
+        self,
+        rule: Rule,
+        states: Sequence[torch.Tensor],
+        rings: Sequence[Mapping[str, torch.Tensor]],
+        ring_start: torch.Tensor,
+        count: torch.Tensor,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        window: int,
+        A: Sequence[torch.Tensor] | None,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class LayerBuffers:
+    """What one layer stores.
+
+    Attributes:
+        layout: geometry and ring layout.
+        state: `[slots, HV, V, K]`, the checkpoints.
+        rings: the ring's tensors by name.
+        A: `[HV]` fp32, Mamba-2's decay rates; `None` for the other rules.
+    """
+
+    layout: RingLayout
+    state: torch.Tensor
+    rings: dict[str, torch.Tensor]
+    A: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        expected = self.layout.geometry.state_shape
+        if tuple(self.state.shape[1:]) != expected:
+            raise ValueError(
+                f"state: expected [slots, {', '.join(map(str, expected))}], got {list(self.state.shape)}"
+            )
+        self.layout.check(self.rings, self.state.shape[0])
+        if (self.A is not None) != (self.layout.geometry.rule is Rule.MAMBA2):
+            raise ValueError(
+                "A goes with Mamba-2 layers and only with them: "
+                f"rule {self.layout.geometry.rule}, A {'given' if self.A is not None else 'missing'}"
+            )
+
+    @classmethod
+    def allocate(
+        cls,
+        layout: RingLayout,
+        slots: int,
+        precision: Precision,
+        device: torch.device | str,
+        A: torch.Tensor | None = None,
+    ) -> LayerBuffers:
+        """Zero checkpoints and uninitialised rings for `slots` sequences."""
+        state = torch.zeros(slots, *layout.geometry.state_shape, dtype=precision.state_dtype, device=device)
+        return cls(layout, state, layout.allocate(slots, device), A)
+
+
+class ReplayCache:
+    """Slots of a model: all layers' buffers, one pair of cursors, and what may happen to a slot.
+
+    Every method takes slot indices as an int tensor `[B]`; negative entries are pads. None of them
+    waits for the device.
+
+    Attributes:
+        layers: the layers' buffers, in model order.
+        cursors: shared by all layers.
+    """
+
+    def __init__(self, layers: Sequence[LayerBuffers], materialize: Materialize) -> None:
+        if not layers:
+            raise ValueError("a ReplayCache needs at least one layer")
+        first = layers[0]
+        for number, layer in enumerate(layers):
+            same = (layer.layout.window, layer.layout.rows, layer.state.shape[0])
+            expected = (first.layout.window, first.layout.rows, first.state.shape[0])
+            if same != expected:
+                raise ValueError(
+                    f"layers share cursors, so window, ring rows and slots must agree: layer 0 has "
+                    f"{expected}, layer {number} has {same}"
+                )
+        self.layers = list(layers)
+        self.cursors = Cursors.allocate(
+            first.state.shape[0], first.layout.window, first.layout.rows, first.state.device
+        )
+        self._materialize = materialize
+
+    @property
+    def window(self) -> int:
+        """L."""
+        return self.cursors.window
+
+    @property
+    def slots(self) -> int:
+        """Slots of the pool."""
+        return self.layers[0].state.shape[0]
+
+    def hand_out(self, slots: torch.Tensor) -> None:
+        """Give slots to new sequences: zero states, empty rings, whatever was there before."""
+        for layer in self.layers:
+            zeros = torch.zeros_like(layer.state[:1]).expand(len(slots), *layer.state.shape[1:])
+            write_rows(layer.state, slots, zeros, slots >= 0)
+        self.cursors.anchor(slots)
+
+    def adopt(self, slots: torch.Tensor) -> None:
+        """The engine has written the states of `slots` (prefill, load): they are the checkpoints now."""
+        self.cursors.anchor(slots)
+
+    def evict(self, slots: torch.Tensor) -> None:
+        """Take slots back; their history is forgotten, their states are left as they are."""
+        self.cursors.anchor(slots)
+
+    def commit(self, slots: torch.Tensor, draft: torch.Tensor, accepted: torch.Tensor) -> None:
+        """End a step, see `Cursors.commit`."""
+        self.cursors.commit(slots, draft, accepted)
+
+    def rollback(self, slots: torch.Tensor, dropped: torch.Tensor) -> None:
+        """Forget the newest `dropped` (`[B]`, at most `h`) committed records."""
+        self.cursors.rollback(slots, dropped)
+
+    def materialize(self, source: torch.Tensor, count: torch.Tensor, target: torch.Tensor) -> None:
+        """Write the state after the first `count` (`[B]`, `<= h`) records of `source` into `target`.
+
+        The target's ring becomes empty unless it is the source's own slot, whose history is then
+        shortened by what its checkpoint has taken in.
+        """
+        for rule in Rule:
+            layers = [layer for layer in self.layers if layer.layout.geometry.rule is rule]
+            rates = [layer.A for layer in layers if layer.A is not None]
+            self._materialize(
+                rule,
+                [layer.state for layer in layers],
+                [layer.rings for layer in layers],
+                self.cursors.start,
+                count,
+                source,
+                target,
+                window=self.window,
+                A=rates or None,
+            )
+        own = source == target
+        self.cursors.advance(torch.where(own, target, -1), count)
+        self.cursors.anchor(torch.where(own, -1, target))
+
+    def flush(self, slots: torch.Tensor) -> None:
+        """Fold all history of `slots`, so that whoever reads their states finds them current."""
+        self.materialize(slots, self.history(slots), slots)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy sequences: each target gets its source's current state and an empty ring."""
+        self.materialize(source, self.history(source), target)
+
+    def history(self, slots: torch.Tensor) -> torch.Tensor:
+        """`[B]` int32, committed records of each slot; 0 for pads."""
+        return torch.where(slots >= 0, self.cursors.history[slots.clamp(min=0).long()], 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all checkpoints."""
+        return sum(layer.state.numel() * layer.state.element_size() for layer in self.layers)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of all rings."""
+        return sum(layer.layout.bytes_per_slot for layer in self.layers) * self.slots

@@ -1,0 +1,140 @@
+"""Layout of the ring: which tensors a record consists of, their shapes, dtypes and bytes.
+
+A ring tensor is head-major, `[slots, heads, R]` or `[slots, heads, R, dim]`. The names are the keyword
+arguments of the step functions in `replayssm.kernels`, so a layer's rings can be passed by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from replayssm.core.geometry import LayerGeometry, Rule
+from replayssm.core.policy import capacity
+
+
+@dataclass(frozen=True)
+class RingField:
+    """One tensor of the ring.
+
+    Attributes:
+        name: keyword in the step functions, e.g. `"x_cache"`.
+        heads: HV for what belongs to a value head, H (groups) for what belongs to a key head.
+        dim: values per record and head; `None` for a scalar.
+        dtype: storage dtype.
+        read_every_step: whether a step that does not flush reads it; the others are read by flushes.
+    """
+
+    name: str
+    heads: int
+    dim: int | None
+    dtype: torch.dtype
+    read_every_step: bool = True
+
+    def shape(self, slots: int, rows: int) -> tuple[int, ...]:
+        """`[slots, heads, rows]`, with `dim` behind where the field has one."""
+        head = (slots, self.heads, rows)
+        return head if self.dim is None else (*head, self.dim)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes that one record takes in this tensor, over all heads."""
+        return self.heads * (self.dim or 1) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RingLayout:
+    """The ring of one layer.
+
+    Attributes:
+        geometry: the layer.
+        window: L, the most records a step may see as history plus draft before it must flush.
+        max_draft: T_max, the most tokens (tree nodes) one step may bring for a sequence.
+        max_path: the most tokens one step may accept; `None` means `max_draft`, as for chains.
+        activation_dtype: dtype of the recorded activations. Inputs are recorded in the dtype they
+            arrive in, so recording them loses nothing; gates and log-decays are always fp32.
+    """
+
+    geometry: LayerGeometry
+    window: int
+    max_draft: int
+    activation_dtype: torch.dtype = torch.bfloat16
+    max_path: int | None = None
+
+    def __post_init__(self) -> None:
+        capacity(self.window, self.max_draft, self.max_path)
+
+    @property
+    def rows(self) -> int:
+        """R, rows of the ring."""
+        return capacity(self.window, self.max_draft, self.max_path)
+
+    @property
+    def fields(self) -> tuple[RingField, ...]:
+        """The ring's tensors, in the order of the step function's arguments.
+
+        Mamba-2 records `(x, B, dt)`. The delta rules record `u`, the key and the log-decay for the
+        steps' outputs, and the raw value and beta for the exact flush. Keys are recorded as they
+        arrive, before normalisation.
+        """
+        g, act, f32 = self.geometry, self.activation_dtype, torch.float32
+        if g.rule is Rule.MAMBA2:
+            return (
+                RingField("x_cache", g.value_heads, g.value_dim, act),
+                RingField("B_cache", g.key_heads, g.key_dim, act),
+                RingField("dt_cache", g.value_heads, None, f32),
+            )
+        decay = g.key_dim if g.rule is Rule.KDA else None
+        return (
+            RingField("u_cache", g.value_heads, g.value_dim, act),
+            RingField("k_cache", g.key_heads, g.key_dim, act),
+            RingField("g_cache", g.value_heads, decay, f32),
+            RingField("v_cache", g.value_heads, g.value_dim, act, read_every_step=False),
+            RingField("beta_cache", g.value_heads, None, f32, read_every_step=False),
+        )
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes that one token leaves in the ring."""
+        return sum(field.record_bytes for field in self.fields)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of one record that a step without a flush reads."""
+        return sum(field.record_bytes for field in self.fields if field.read_every_step)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one sequence's ring in this layer."""
+        return self.rows * self.record_bytes
+
+    def allocate(self, slots: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """The ring's tensors for `slots` sequences, uninitialised: dead rows may hold anything."""
+        return {
+            field.name: torch.empty(field.shape(slots, self.rows), dtype=field.dtype, device=device)
+            for field in self.fields
+        }
+
+    def check(self, rings: dict[str, torch.Tensor], slots: int) -> None:
+        """Check ring tensors that an engine brings; any strides are accepted as long as `dim` is dense.
+
+        Raises:
+            ValueError: a tensor is missing, unknown, or has another shape, dtype or inner stride.
+        """
+        expected = {field.name: field for field in self.fields}
+        if set(rings) != set(expected):
+            raise ValueError(
+                f"ring of a {self.geometry.rule} layer: expected tensors {sorted(expected)}, "
+                f"got {sorted(rings)}"
+            )
+        for name, field in expected.items():
+            tensor, shape = rings[name], field.shape(slots, self.rows)
+            if tuple(tensor.shape) != shape or tensor.dtype != field.dtype:
+                raise ValueError(
+                    f"{name}: expected {list(shape)} {field.dtype}, got {list(tensor.shape)} {tensor.dtype}"
+                )
+            if field.dim is not None and tensor.stride(-1) != 1:
+                raise ValueError(
+                    f"{name}: the last dimension must be contiguous, got strides {tensor.stride()}"
+                )

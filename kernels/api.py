@@ -1,0 +1,377 @@
+"""The kernels' public functions: validation, then one call into a backend.
+
+In FlashInfer's manner: state first and mutated in place, a preallocated `out` returned, slot indices
+with a pad value, dense `[B, T, ...]` or packed `[1, total, ...]` inputs with `cu_seqlens`. No function
+here reads a tensor's values back to the host; what indices and cursors hold is the caller's duty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from replayssm.core.geometry import Rule
+from replayssm.kernels.checks import check_step, expect
+from replayssm.kernels.registry import resolve
+from replayssm.kernels.step_index import EVERY_ROW, StepIndex
+
+
+def mamba2_step(
+    state: torch.Tensor,
+    x_cache: torch.Tensor,
+    B_cache: torch.Tensor,
+    dt_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    out: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    *,
+    window: int,
+    index: StepIndex = EVERY_ROW,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """One decode or verification step of a Mamba-2 layer.
+
+    Writes the outputs of every token to `out`, appends the tokens' records to the ring, and folds the
+    history of those rows with `hist_len + T > window` into `state`. Cursors are not moved.
+
+    Args:
+        state: `[slots, H, P, N]` fp32, bf16 or fp16, the checkpoints; mutated. Slot stride free.
+        x_cache: `[rings, H, R, P]`, recorded `x`; mutated. Slot, head and row strides free.
+        B_cache: `[rings, G, R, N]`, recorded `B`; mutated.
+        dt_cache: `[rings, H, R]` fp32, recorded `dt` after bias and softplus; mutated.
+        ring_start: `[rings]` int32, ring row of the oldest live record.
+        hist_len: `[rings]` int32, live records `h`, at most `window`.
+        x: `[B, T, H, P]`, or `[1, total, H, P]` with `index.cu_seqlens`; fp32, bf16 or fp16.
+        dt: `[B, T, H]`, raw, or final where `dt_bias` and `dt_softplus` are left out.
+        A: `[H]` fp32, negative.
+        B: `[B, T, G, N]`.
+        C: `[B, T, G, N]`.
+        out: as `x`; every element is written, zero where there is no token.
+        D: `[H]`, skip weight.
+        z: as `x`, output gate: `out * silu(z)`.
+        dt_bias: `[H]`.
+        dt_softplus: apply softplus to `dt + dt_bias`.
+        window: L.
+        index: which slots and how many tokens, see `StepIndex`.
+        backend: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype or stride is wrong; the message names the tensor.
+        BackendUnavailable: the backend named cannot run here.
+    """
+    H, P, N = state.shape[1:]
+    G, R = B_cache.shape[1:3]
+    lead = x.shape[:2]
+    expect("x_cache", x_cache, (None, H, R, P), x.dtype)
+    expect("B_cache", B_cache, (x_cache.shape[0], G, R, N), B.dtype)
+    expect("dt_cache", dt_cache, (x_cache.shape[0], H, R), torch.float32)
+    expect("x", x, (*lead, H, P))
+    expect("dt", dt, (*lead, H))
+    expect("A", A, (H,))
+    expect("B", B, (*lead, G, N))
+    expect("C", C, (*lead, G, N))
+    expect("D", D, (H,))
+    expect("z", z, (*lead, H, P))
+    expect("dt_bias", dt_bias, (H,))
+    check_step(state, ring_start, hist_len, lead, out, x.shape, window, R, x_cache.shape[0], index)
+    return resolve(backend, x.device).mamba2_step(
+        state, x_cache, B_cache, dt_cache, ring_start, hist_len, x, dt, A, B, C, out, D, z, dt_bias,
+        dt_softplus, window=window, index=index,
+    )  # fmt: skip
+
+
+def gdn_step(
+    state: torch.Tensor,
+    u_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    g_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    beta_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    out: torch.Tensor,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    *,
+    window: int,
+    index: StepIndex = EVERY_ROW,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """One decode or verification step of a Gated DeltaNet layer.
+
+    As `mamba2_step`: outputs, records, and the exact fold of the rows that must flush; the fold solves
+    for `u` again from the raw records, so the precision of `u_cache` never reaches the state.
+
+    Args:
+        state: `[slots, HV, V, K]` fp32, bf16 or fp16; mutated. Slot stride free.
+        u_cache: `[rings, HV, R, V]`, recorded `u`; mutated.
+        k_cache: `[rings, H, R, K]`, recorded keys before normalisation; mutated.
+        g_cache: `[rings, HV, R]` fp32, recorded log-decays; mutated.
+        v_cache: `[rings, HV, R, V]`, recorded values; mutated.
+        beta_cache: `[rings, HV, R]` fp32, recorded beta; mutated.
+        ring_start: `[rings]` int32.
+        hist_len: `[rings]` int32.
+        q: `[B, T, H, K]`, or `[1, total, H, K]` with `index.cu_seqlens`; fp32, bf16 or fp16.
+        k: as `q`.
+        v: `[B, T, HV, V]`.
+        g: `[B, T, HV]`, the log-decay, or with `A_log` the raw gate input `a`.
+        beta: `[B, T, HV]`, or with `A_log` its logit `b`.
+        out: as `v`; every element is written, zero where there is no token.
+        A_log: `[HV]`; given, the gates `-e^A_log softplus(g + dt_bias)` and `sigmoid(beta)` are
+            computed here in fp32.
+        dt_bias: `[HV]`, with `A_log` only.
+        scale: factor of `q`, `K ** -0.5` by default.
+        use_qk_l2norm: l2-normalise `q` and `k` (eps 1e-6 inside the root).
+        window: L.
+        index: which slots and how many tokens, see `StepIndex`.
+        backend: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype or stride is wrong; the message names the tensor.
+        BackendUnavailable: the backend named cannot run here.
+    """
+    HV = state.shape[1]
+    _check_delta(
+        state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
+        out, A_log, dt_bias, window, index, per_channel=False,
+    )  # fmt: skip
+    expect("dt_bias", dt_bias, (HV,))
+    return resolve(backend, q.device).gdn_step(
+        state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
+        out, A_log, dt_bias, _scale(scale, state), use_qk_l2norm, window=window, index=index,
+    )  # fmt: skip
+
+
+def kda_step(
+    state: torch.Tensor,
+    u_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    g_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    beta_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    out: torch.Tensor,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    *,
+    window: int,
+    index: StepIndex = EVERY_ROW,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """One decode or verification step of a Kimi Delta Attention layer.
+
+    As `gdn_step`, with a log-decay per key channel.
+
+    Args:
+        state: `[slots, HV, V, K]`; mutated.
+        u_cache: `[rings, HV, R, V]`; mutated.
+        k_cache: `[rings, H, R, K]`; mutated.
+        g_cache: `[rings, HV, R, K]` fp32; mutated.
+        v_cache: `[rings, HV, R, V]`; mutated.
+        beta_cache: `[rings, HV, R]` fp32; mutated.
+        ring_start: `[rings]` int32.
+        hist_len: `[rings]` int32.
+        q: `[B, T, H, K]`, or `[1, total, H, K]` with `index.cu_seqlens`.
+        k: as `q`.
+        v: `[B, T, HV, V]`.
+        g: `[B, T, HV, K]`, the log-decay, or with `A_log` the raw gate input.
+        beta: `[B, T, HV]`, or with `A_log` its logit.
+        out: as `v`.
+        A_log: `[HV]`; given, the gates are computed here in fp32.
+        dt_bias: `[HV, K]` or `[HV * K]`, with `A_log` only.
+        lower_bound: negative; the bounded gate `lower_bound * sigmoid(e^A_log (g + dt_bias))` in place
+            of the softplus gate. With `A_log` only.
+        scale: factor of `q`, `K ** -0.5` by default.
+        use_qk_l2norm: l2-normalise `q` and `k`.
+        window: L.
+        index: which slots and how many tokens, see `StepIndex`.
+        backend: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: a shape, dtype or stride is wrong; the message names the tensor.
+        BackendUnavailable: the backend named cannot run here.
+    """
+    HV, _, K = state.shape[1:]
+    _check_delta(
+        state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
+        out, A_log, dt_bias, window, index, per_channel=True,
+    )  # fmt: skip
+    if dt_bias is not None and dt_bias.numel() != HV * K:
+        raise ValueError(f"dt_bias: expected [{HV}, {K}] or [{HV * K}], got {list(dt_bias.shape)}")
+    if lower_bound is not None and (A_log is None or lower_bound >= 0):
+        raise ValueError(
+            f"lower_bound must be negative and comes with A_log, got {lower_bound} "
+            f"{'without' if A_log is None else 'with'} A_log"
+        )
+    return resolve(backend, q.device).kda_step(
+        state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
+        out, A_log, dt_bias, lower_bound, _scale(scale, state), use_qk_l2norm,
+        window=window, index=index,
+    )  # fmt: skip
+
+
+def materialize(
+    rule: Rule | str,
+    states: Sequence[torch.Tensor],
+    rings: Sequence[Mapping[str, torch.Tensor]],
+    ring_start: torch.Tensor,
+    count: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    window: int,
+    ring_indices: torch.Tensor | None = None,
+    A: Sequence[torch.Tensor] | None = None,
+    use_qk_l2norm: bool = True,
+    backend: str = "auto",
+) -> None:
+    """Write the state after the first `count` records of each row into any slot, in all layers.
+
+    Exact, as a flush. `source == target` folds in place; the caller then advances the cursors
+    (`Cursors.advance`). Rows with a negative slot are skipped. A target must not be another row's
+    source.
+
+    Args:
+        rule: the layers' rule.
+        states: per layer `[slots, HV, V, K]`; mutated at `target`.
+        rings: per layer the ring tensors by name, as `RingLayout.allocate` gives them; only read.
+        ring_start: `[rings]` int32.
+        count: `[B]` int, records to apply, `0 <= count <= h`; 0 copies the checkpoint.
+        source: `[B]` int, slot of the checkpoint.
+        target: `[B]` int, slot to write.
+        window: L.
+        ring_indices: `[B]` int, ring of each row; `source` by default.
+        A: per layer `[H]` fp32, for Mamba-2.
+        use_qk_l2norm: as in the steps that wrote the records.
+        backend: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+
+    Raises:
+        ValueError: `A` is missing for Mamba-2, or layers and rings differ in number.
+        BackendUnavailable: the backend named cannot run here.
+    """
+    rule = Rule(rule)
+    if len(states) != len(rings):
+        raise ValueError(f"expected one ring per layer, got {len(states)} states, {len(rings)} rings")
+    if not states:
+        return
+    if rule is Rule.MAMBA2 and (A is None or len(A) != len(states)):
+        raise ValueError(
+            f"A: Mamba-2 needs one [H] tensor for each of the {len(states)} layers, "
+            f"got {'none' if A is None else len(A)}"
+        )
+    resolve(backend, states[0].device).materialize(
+        rule, states, rings, ring_start, count, source, target,
+        window=window, ring_indices=source if ring_indices is None else ring_indices,
+        A=A, use_qk_l2norm=use_qk_l2norm,
+    )  # fmt: skip
+
+
+def compact(
+    rings: Sequence[Mapping[str, torch.Tensor]],
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    path: torch.Tensor,
+    path_len: torch.Tensor,
+    ring_indices: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Move a draft tree's accepted records to the front of the step's ring rows, in all layers.
+
+    Afterwards the accepted path is contiguous, as a chain's would be, and `Cursors.commit` can follow.
+
+    Args:
+        rings: per layer the ring tensors by name; mutated.
+        ring_start: `[rings]` int32, as the step saw it.
+        hist_len: `[rings]` int32, as the step saw it.
+        path: `[B, A]` int, node indices of the accepted path in order, ascending.
+        path_len: `[B]` int, nodes accepted.
+        ring_indices: `[B]` int; negative rows are skipped.
+        backend: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+
+    Raises:
+        BackendUnavailable: the backend named cannot run here.
+    """
+    if rings:
+        resolve(backend, ring_start.device).compact(rings, ring_start, hist_len, path, path_len, ring_indices)
+
+
+def _scale(scale: float | None, state: torch.Tensor) -> float:
+    return state.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _check_delta(
+    state: torch.Tensor,
+    u_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    g_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    beta_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    out: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    window: int,
+    index: StepIndex,
+    *,
+    per_channel: bool,
+) -> None:
+    """The checks that GDN and KDA share; `per_channel` says whether decays have a key dimension."""
+    HV, V, K = state.shape[1:]
+    rings, H, R = k_cache.shape[:3]
+    lead, channel = q.shape[:2], (K,) if per_channel else ()
+    expect("u_cache", u_cache, (rings, HV, R, V))
+    expect("k_cache", k_cache, (rings, H, R, K), k.dtype)
+    expect("g_cache", g_cache, (rings, HV, R, *channel), torch.float32)
+    expect("v_cache", v_cache, (rings, HV, R, V), v.dtype)
+    expect("beta_cache", beta_cache, (rings, HV, R), torch.float32)
+    expect("q", q, (*lead, H, K))
+    expect("k", k, (*lead, H, K))
+    expect("v", v, (*lead, HV, V))
+    expect("g", g, (*lead, HV, *channel))
+    expect("beta", beta, (*lead, HV))
+    expect("A_log", A_log, (HV,))
+    if dt_bias is not None and A_log is None:
+        raise ValueError("dt_bias comes with A_log, which is missing: pass both, or finished gates")
+    check_step(state, ring_start, hist_len, lead, out, v.shape, window, R, rings, index)

@@ -1,0 +1,95 @@
+"""Argument checks of the public functions: shapes, dtypes, strides; never values."""
+
+from __future__ import annotations
+
+import torch
+
+from replayssm.core.precision import FORMATS
+from replayssm.kernels.step_index import StepIndex
+
+ACTIVATIONS = tuple(FORMATS.values())
+
+
+def expect(
+    name: str,
+    tensor: torch.Tensor | None,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Check one tensor; `None` in `shape` is any size, a `None` tensor is an absent option.
+
+    Raises:
+        ValueError: names the tensor, what was expected and what came.
+    """
+    if tensor is None:
+        return
+    fits = tensor.dim() == len(shape) and all(
+        want is None or want == size for want, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: expected shape [{wanted}], got {list(tensor.shape)}")
+    if dtype is not None and tensor.dtype != dtype:
+        raise ValueError(f"{name}: expected dtype {dtype}, got {tensor.dtype}")
+    if not tensor.dtype.is_floating_point:
+        raise ValueError(f"{name}: expected a floating-point tensor, got {tensor.dtype}")
+
+
+def check_step(
+    state: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    lead: torch.Size,
+    out: torch.Tensor,
+    out_shape: torch.Size,
+    window: int,
+    rows: int,
+    rings: int,
+    index: StepIndex,
+) -> None:
+    """What the step functions of all rules check alike.
+
+    Raises:
+        ValueError: as `expect`.
+    """
+    if state.dtype not in ACTIVATIONS:
+        raise ValueError(f"state: expected fp32, bf16 or fp16, got {state.dtype}")
+    expect("out", out, tuple(out_shape))
+    for name, cursor in (("ring_start", ring_start), ("hist_len", hist_len)):
+        if cursor.shape != (rings,) or cursor.dtype != torch.int32:
+            raise ValueError(
+                f"{name}: expected [{rings}] torch.int32, got {list(cursor.shape)} {cursor.dtype}"
+            )
+    _check_index(index, lead, state.shape[0])
+    tokens = index.rows_and_tokens((lead[0], lead[1]))[1]
+    if window < 1 or window + tokens > rows:
+        raise ValueError(
+            f"a ring of R={rows} rows with window L={window} takes at most {max(rows - window, 0)} "
+            f"tokens a step, got T={tokens}: raise max_draft of the ring's layout"
+        )
+
+
+def _check_index(index: StepIndex, lead: torch.Size, slots: int) -> None:
+    if (index.cu_seqlens is None) != (index.max_seqlen is None):
+        raise ValueError("cu_seqlens and max_seqlen come together: pass both or neither")
+    if index.cu_seqlens is not None:
+        if lead[0] != 1:
+            raise ValueError(f"with cu_seqlens the inputs are [1, total, ...], got batch {lead[0]}")
+        if index.draft_lens is not None:
+            raise ValueError("draft_lens and cu_seqlens both say how long rows are: pass one")
+    batch, tokens = index.rows_and_tokens((lead[0], lead[1]))
+    expected = {
+        "state_indices": (index.state_indices, (batch,)),
+        "ring_indices": (index.ring_indices, (batch,)),
+        "draft_lens": (index.draft_lens, (batch,)),
+        "parents": (index.parents, (batch, tokens)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape or tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name}: expected {list(shape)} int32 or int64, got {list(tensor.shape)} {tensor.dtype}"
+            )
+    if index.state_indices is None and batch > slots:
+        raise ValueError(f"{batch} rows but {slots} slots: pass state_indices")

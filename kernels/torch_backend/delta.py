@@ -1,0 +1,165 @@
+"""The delta rules, GDN and KDA (design section 3): `S_t = S_{t-1} e^{g_t} + u_t k_t^T`.
+
+One text for both: a decay has a last dimension of 1 (GDN, a scalar per head) or K (KDA, per key
+channel). Letters: B rows, T tokens, L window, H key heads, HV value heads, K key_dim, V value_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from replayssm.core.rows import write_rows, zero_where
+from replayssm.kernels.torch_backend.mathematics import decay, ieee_fp32, normalize
+from replayssm.kernels.torch_backend.step_rows import StepRows
+
+
+def gdn_gates(
+    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`g = -e^{A_log} softplus(a + dt_bias)` and `beta = sigmoid(b)`, fp32, `[B, T, HV]`."""
+    a = a if dt_bias is None else a + dt_bias.float()
+    return -A_log.float().exp() * F.softplus(a), b.sigmoid()
+
+
+def kda_gates(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-decay `[B, T, HV, K]` and `beta = sigmoid(b)`, fp32.
+
+    The softplus gate `-e^{A_log} softplus(a + dt_bias)`, or with `lower_bound` the bounded gate
+    `lower_bound * sigmoid(e^{A_log} (a + dt_bias))`.
+    """
+    heads, key_dim = a.shape[-2:]
+    a = a if dt_bias is None else a + dt_bias.float().view(heads, key_dim)
+    rate = A_log.float().exp().view(heads, 1)
+    if lower_bound is None:
+        return -rate * F.softplus(a), b.sigmoid()
+    return lower_bound * torch.sigmoid(rate * a), b.sigmoid()
+
+
+def step(
+    rows: StepRows,
+    state: torch.Tensor,
+    u_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    g_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    beta_cache: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    qk_l2norm: bool,
+) -> torch.Tensor:
+    """One step of a layer.
+
+    `g [B, T, HV]` (GDN) or `[B, T, HV, K]` (KDA) and `beta [B, T, HV]` are the finished fp32
+    gates, dense over the step's rows; the rest as `replayssm.kernels.gdn_step`.
+    """
+    heads = v.shape[2]
+    g, beta = zero_where(~rows.token, g), zero_where(~rows.token, beta)
+    v_new, u_old = rows.tokens(v), rows.recorded(u_cache)
+    q_new = keys(rows.tokens(q), heads, qk_l2norm) * scale
+    k_new = keys(rows.tokens(k), heads, qk_l2norm)
+    k_old = keys(rows.recorded(k_cache), heads, qk_l2norm)
+    S0 = zero_where(~rows.live, state[rows.state].float())
+
+    G_old = per_channel(rows.recorded(g_cache)).cumsum(1)  # [B, L, HV, 1 or K]
+    G_new = G_old[:, -1:] + rows.path_sum(per_channel(g))  # [B, T, HV, 1 or K]
+    seen = rows.token[:, :, None] & rows.history[:, None, :]
+    own = torch.eye(rows.token.shape[1], dtype=torch.bool, device=v.device)
+    with ieee_fp32():
+        recalled = _read(S0, k_new, G_new) + _attend(k_new, G_new, k_old, G_old, u_old, seen)
+        u_new = _solve(k_new, G_new, beta, v_new - recalled, rows.ancestors & ~own)
+        o = _read(S0, q_new, G_new) + _attend(q_new, G_new, k_old, G_old, u_old, seen)
+        o = o + _attend(q_new, G_new, k_new, G_new, u_new, rows.ancestors)
+        if state.device.type != "cpu" or bool(rows.flush.any()):
+            v_old, beta_old = rows.recorded(v_cache), rows.recorded(beta_cache)
+            folded = fold(S0, k_old, v_old, G_old, beta_old)
+            write_rows(state, rows.state, folded, rows.flush)
+    rows.record(u_cache, u_new)
+    rows.record(k_cache, rows.raw(k))
+    rows.record(g_cache, g)
+    rows.record(v_cache, rows.raw(v))
+    rows.record(beta_cache, beta)
+    return rows.emit(out, o)
+
+
+def fold(
+    S0: torch.Tensor, k: torch.Tensor, v: torch.Tensor, G: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """State after raw records, by solving for `u` again: exact, whatever `u` was recorded in.
+
+    Args:
+        S0: `[B, HV, V, K]` fp32.
+        k: `[B, L, HV, K]`, normalised; zero for dead records.
+        v: `[B, L, HV, V]`.
+        G: `[B, L, HV, 1 or K]`, log-decays summed from the checkpoint.
+        beta: `[B, L, HV]`, zero for dead records, which makes them inert.
+
+    Returns:
+        `[B, HV, V, K]` fp32.
+    """
+    records = k.shape[1]
+    before = torch.ones(records, records, dtype=torch.bool, device=k.device).tril(-1)
+    end = G[:, -1:]
+    with ieee_fp32():
+        u = _solve(k, G, beta, v - _read(S0, k, G), before.expand(k.shape[0], -1, -1))
+        added = torch.einsum("blhv,blhk->bhvk", u, (end - G).exp() * k)
+    return S0 * end[:, 0, :, None].exp() + added
+
+
+def keys(k: torch.Tensor, heads: int, qk_l2norm: bool) -> torch.Tensor:
+    """Keys or queries `[B, T, H, K]` as the recurrence uses them, `[B, T, HV, K]` fp32."""
+    k = normalize(k) if qk_l2norm else k
+    return k.repeat_interleave(heads // k.shape[2], dim=2)
+
+
+def per_channel(g: torch.Tensor) -> torch.Tensor:
+    """Log-decays `[B, T, HV]` or `[B, T, HV, K]` with a last dimension of 1 or K."""
+    return g if g.dim() == 4 else g[..., None]
+
+
+def _read(S0: torch.Tensor, key: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
+    """`S0 (e^{G_t} k_t)`, `[B, T, HV, V]`."""
+    return torch.einsum("bhvk,bthk->bthv", S0, G.exp() * key)
+
+
+def _scores(
+    to: torch.Tensor, G_to: torch.Tensor, keys: torch.Tensor, G_from: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """`sum_k to_t e^{G_t - G_j} k_j` over the masked pairs, `[B, T, J, HV]`."""
+    weight = decay(G_to[:, :, None], G_from[:, None], mask[..., None, None])
+    if weight.shape[-1] == 1:
+        return weight[..., 0] * torch.einsum("bthk,bjhk->btjh", to, keys)
+    return (weight * to[:, :, None] * keys[:, None]).sum(-1)
+
+
+def _attend(
+    to: torch.Tensor,
+    G_to: torch.Tensor,
+    keys: torch.Tensor,
+    G_from: torch.Tensor,
+    u: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """`sum_j (to_t . e^{G_t - G_j} k_j) u_j` over the masked pairs, `[B, T, HV, V]`."""
+    return torch.einsum("btjh,bjhv->bthv", _scores(to, G_to, keys, G_from, mask), u)
+
+
+def _solve(
+    k: torch.Tensor, G: torch.Tensor, beta: torch.Tensor, rest: torch.Tensor, before: torch.Tensor
+) -> torch.Tensor:
+    """`(I + M) U = beta rest` with `M[s, j] = beta_s (k_s . e^{G_s - G_j} k_j)` for `j` before `s`."""
+    M = (beta[:, :, None] * _scores(k, G, k, G, before)).permute(0, 3, 1, 2)
+    right = (beta[..., None] * rest).permute(0, 2, 1, 3)
+    solved = torch.linalg.solve_triangular(M, right, upper=False, unitriangular=True)
+    return solved.permute(0, 2, 1, 3)
