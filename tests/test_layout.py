@@ -39,9 +39,7 @@ def packages_on_disk() -> dict[str, str]:
 def ours(places: list[str]) -> list[str]:
     """Those of `places` that lie in this checkout's own folders, the environment excepted."""
     folders = [ROOT / folder for folder in (*LAYERS, "tests", "bench", "examples")]
-    return [
-        place for place in places if any(Path(place).resolve().is_relative_to(f) for f in folders)
-    ]
+    return [place for place in places if any(Path(place).resolve().is_relative_to(f) for f in folders)]
 
 
 def find(names: list[str], cwd: Path, **environment: str) -> dict[str, list[str]]:
@@ -73,6 +71,15 @@ def test_the_trap_is_real() -> None:
     found = find(["core", "kernels"], ROOT, PYTHONSAFEPATH="")
     assert ours(found["core"])
     assert ours(found["kernels"])
+
+
+def test_an_installed_kernels_package_is_not_hidden(tmp_path: Path) -> None:
+    """PyPI's `kernels`, which engines import, is seldom installed here: one of that name serves."""
+    installed = tmp_path / "kernels" / "__init__.py"
+    installed.parent.mkdir()
+    installed.touch()
+    found = find(["kernels"], ROOT, PYTHONSAFEPATH="1", PYTHONPATH=str(tmp_path))
+    assert found["kernels"][0] == str(installed)
 
 
 def test_transformers_imports_from_the_root_as_the_real_one() -> None:
