@@ -7,7 +7,7 @@ are materialised by the kernels' function that it is given, so the core depends 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -95,19 +95,29 @@ class ReplayCache:
         if not layers:
             raise ValueError("a ReplayCache needs at least one layer")
         first = layers[0]
-        for number, layer in enumerate(layers):
-            same = (layer.layout.window, layer.layout.rows, layer.state.shape[0])
-            expected = (first.layout.window, first.layout.rows, first.state.shape[0])
-            if same != expected:
-                raise ValueError(
-                    f"layers share cursors, so window, ring rows and slots must agree: layer 0 has "
-                    f"{expected}, layer {number} has {same}"
-                )
-        self.layers = list(layers)
+        self.layers: list[LayerBuffers] = []
         self.cursors = Cursors.allocate(
             first.state.shape[0], first.layout.window, first.layout.rows, first.state.device
         )
         self._materialize = materialize
+        for layer in layers:
+            self.add_layer(layer)
+
+    def add_layer(self, layer: LayerBuffers) -> None:
+        """Add a layer; its slots share the cursors, so it belongs to the same sequences.
+
+        Raises:
+            ValueError: its window, ring rows, slots or device differ from the cursors'.
+        """
+        expected = (self.window, self.cursors.rows, self.slots, self.cursors.start.device)
+        layout = layer.layout
+        found = (layout.window, layout.rows, layer.state.shape[0], layer.state.device)
+        if found != expected:
+            raise ValueError(
+                "layers share cursors, so window, ring rows, slots and device must agree: expected "
+                f"{expected}, got {found} in layer {len(self.layers)}"
+            )
+        self.layers.append(layer)
 
     @property
     def window(self) -> int:
@@ -117,7 +127,7 @@ class ReplayCache:
     @property
     def slots(self) -> int:
         """Slots of the pool."""
-        return self.layers[0].state.shape[0]
+        return self.cursors.start.shape[0]
 
     def hand_out(self, slots: torch.Tensor) -> None:
         """Give slots to new sequences: zero states, empty rings, whatever was there before."""
@@ -177,6 +187,28 @@ class ReplayCache:
     def history(self, slots: torch.Tensor) -> torch.Tensor:
         """`[B]` int32, committed records of each slot; 0 for pads."""
         return torch.where(slots >= 0, self.cursors.history[slots.clamp(min=0).long()], 0)
+
+    def resize(self, window: int, max_draft: int) -> None:
+        """Give the rings another window and draft limit, keeping all history.
+
+        Raises:
+            ValueError: the new ring is smaller than the present one, or `max_draft` exceeds `window`.
+        """
+        old = self.cursors
+        layouts = [replace(layer.layout, window=window, max_draft=max_draft) for layer in self.layers]
+        if window < old.window or layouts[0].rows < old.rows:
+            raise ValueError(
+                f"rings can only grow: window {old.window} to {window}, rows {old.rows} to {layouts[0].rows}"
+            )
+        order = torch.arange(old.rows, device=old.start.device)
+        unrolled = (old.start.long()[:, None] + order) % old.rows
+        every = torch.arange(self.slots, device=old.start.device)[:, None]
+        self.cursors = Cursors(torch.zeros_like(old.start), old.history, window, layouts[0].rows)
+        for number, (layer, layout) in enumerate(zip(self.layers, layouts, strict=True)):
+            rings = layout.allocate(self.slots, layer.state.device)
+            for name, ring in rings.items():
+                ring[:, :, : old.rows] = layer.rings[name][every, :, unrolled].transpose(1, 2)
+            self.layers[number] = replace(layer, layout=layout, rings=rings)
 
     @property
     def state_bytes(self) -> int:
