@@ -11,6 +11,5 @@ def test_runs_with_the_version_that_was_asked_for() -> None:
     if expected is None:
         pytest.skip("REPLAYSSM_EXPECT_TRANSFORMERS is not set; ci/test.sh sets it")
     assert transformers.__version__ == expected, (
-        f"expected transformers {expected}, imported {transformers.__version__} "
-        f"from {transformers.__file__}"
+        f"expected transformers {expected}, imported {transformers.__version__} from {transformers.__file__}"
     )
