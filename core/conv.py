@@ -6,8 +6,6 @@ layers; a layer's inputs are stored as they arrive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from replayssm.core.rows import write_rows
@@ -24,29 +22,25 @@ class ConvWindow:
         inputs: per layer `[slots, width + reach, channels]`.
     """
 
-    def __init__(
-        self,
-        channels: Sequence[int],
-        slots: int,
-        width: int,
-        reach: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        """Zero inputs for `slots` sequences.
+    def __init__(self, slots: int, width: int, reach: int, device: torch.device | str) -> None:
+        """A window without layers yet.
 
         Args:
-            channels: convolution channels of each layer.
             slots: sequences.
-            width: taps before the current token, `conv_kernel - 1`.
-            reach: the most tokens that a step may write, or that `rollback` may take back.
-            dtype: dtype of the inputs.
+            width: inputs before the next token that the convolution may look at.
+            reach: the most tokens that a step may write and take back again.
             device: where to allocate.
         """
         self.width = width
         self.rows = width + reach
         self.end = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.inputs = [torch.zeros(slots, self.rows, c, dtype=dtype, device=device) for c in channels]
+        self.inputs: list[torch.Tensor] = []
+
+    def add_layer(self, channels: int, dtype: torch.dtype) -> int:
+        """Allocate a layer's inputs, zero, and return the layer's number."""
+        shape = (self.end.shape[0], self.rows, channels)
+        self.inputs.append(torch.zeros(shape, dtype=dtype, device=self.end.device))
+        return len(self.inputs) - 1
 
     def window(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """`[B, width, channels]`, the committed inputs before the next token, oldest first."""
@@ -73,6 +67,21 @@ class ConvWindow:
         """Zero inputs for new sequences in `slots`."""
         for inputs in self.inputs:
             inputs[slots.long()] = 0
+
+    def resize(self, reach: int) -> None:
+        """Allow for longer steps, keeping the window and what was written behind it."""
+        rows = self.width + reach
+        if rows < self.rows:
+            raise ValueError(f"a convolution window can only grow: {self.rows} rows to {rows}")
+        order = torch.arange(self.rows, device=self.end.device)
+        unrolled = (self.end.long()[:, None] - self.width + order) % self.rows
+        every = torch.arange(self.end.shape[0], device=self.end.device)[:, None]
+        for layer, inputs in enumerate(self.inputs):
+            grown = inputs.new_zeros(inputs.shape[0], rows, inputs.shape[2])
+            grown[:, : self.rows] = inputs[every, unrolled]
+            self.inputs[layer] = grown
+        self.rows = rows
+        self.end = torch.full_like(self.end, self.width)
 
     def _move(self, slots: torch.Tensor, by: torch.Tensor) -> None:
         end = (self.end[slots.long()] + by) % self.rows
