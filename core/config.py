@@ -1,0 +1,215 @@
+"""Settings of a run: window, draft limit, storage precision and kernel backend, and where they come from.
+
+Every entry point (command line, adapters, scripts) reads its settings here, so a name and its rules
+exist once. It knows nothing of models, engines or kernels.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+
+from replayssm.core.policy import capacity
+from replayssm.core.precision import Precision
+
+ENV_PREFIX = "REPLAYSSM_"
+ENV_PATH = "REPLAYSSM_CONFIG"
+DEFAULT_MAX_DRAFT = 8
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used: says what was expected, what came and what to do."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`" (did you mean 'x'?)"` for the known name closest to `name`, or nothing when none is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def parse_precision(value: object) -> Precision:
+    """A `Precision` from itself, from one format for both copies, or from a mapping of its fields.
+
+    Raises:
+        ValueError: no such format, rounding or field.
+    """
+    if isinstance(value, Precision):
+        return value
+    if isinstance(value, str):
+        return Precision(read=value, recurrence=value)
+    if isinstance(value, Mapping):
+        names = [field.name for field in fields(Precision)]
+        for key in value:
+            if key not in names:
+                raise ValueError(
+                    f"unknown key {key!r}{nearest(str(key), names)}: expected {', '.join(names)}"
+                )
+        return Precision(**value)
+    raise ValueError("expected a format such as 'fp32' or a mapping with read, recurrence and rounding")
+
+
+def _refuse_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("expected a whole number")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_refuse_bool)]
+
+
+class ReplayConfig(BaseModel):
+    """Settings of replay decoding; immutable.
+
+    Attributes:
+        window: L, the most records a step may see as history plus draft before it must flush.
+        max_draft: T_max, the most tokens a step may bring for a sequence; `None` means the smaller of
+            8 and the window, see `resolved_max_draft`.
+        precision: storage of the state; a format name stands for one copy in that format.
+        backend: kernels to use; `auto` takes the fastest that works here.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    window: Count = 16
+    max_draft: Count | None = None
+    precision: Annotated[Precision, BeforeValidator(parse_precision)] = Precision()
+    backend: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
+
+    def __init__(self, **settings: Any) -> None:
+        """Check the settings.
+
+        Raises:
+            ConfigError: an unknown name, a value of the wrong kind, or `T_max > L`.
+        """
+        _refuse_unknown(settings, "keyword")
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @model_validator(mode="after")
+    def _check_capacity(self) -> ReplayConfig:
+        capacity(self.window, self.resolved_max_draft)
+        return self
+
+    @property
+    def resolved_max_draft(self) -> int:
+        """T_max as a number."""
+        if self.max_draft is None:
+            return min(DEFAULT_MAX_DRAFT, self.window)
+        return self.max_draft
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path | None = None,
+        *,
+        env: Mapping[str, str] = os.environ,
+        **overrides: Any,
+    ) -> ReplayConfig:
+        """Settings by precedence: keywords, then the environment, then the YAML file, then defaults.
+
+        Args:
+            path: YAML file; when `None`, the one that `REPLAYSSM_CONFIG` names, if any.
+            env: environment to read `REPLAYSSM_WINDOW`, `REPLAYSSM_MAX_DRAFT`, `REPLAYSSM_PRECISION`,
+                `REPLAYSSM_BACKEND` and `REPLAYSSM_CONFIG` from; an empty variable counts as not set.
+            **overrides: settings by name; `None` counts as not given.
+
+        Raises:
+            ConfigError: an unknown name anywhere, a missing or malformed file, or unusable values.
+        """
+        _refuse_unknown(overrides, "keyword")
+        variables = _read_env(env)
+        file = path if path is not None else variables.pop(ENV_PATH, None)
+        variables.pop(ENV_PATH, None)
+        layers = [
+            _read_file(Path(file)) if file is not None else {},
+            {
+                name: _Setting(value, _variable(name))
+                for name, value in ((_field(v), variables[v]) for v in variables)
+            },
+            {
+                name: _Setting(value, f"keyword {name!r}")
+                for name, value in overrides.items()
+                if value is not None
+            },
+        ]
+        merged = {name: setting for layer in layers for name, setting in layer.items()}
+        try:
+            return cls(**{name: setting.value for name, setting in merged.items()})
+        except ConfigError as error:
+            origins = [f"{n} from {s.source}" for n, s in merged.items() if n in str(error)]
+            raise ConfigError(f"{error} ({', '.join(origins)})") from None
+
+
+class _Setting(NamedTuple):
+    value: object
+    source: str
+
+
+def _variable(field: str) -> str:
+    return ENV_PREFIX + field.upper()
+
+
+def _field(variable: str) -> str:
+    return variable.removeprefix(ENV_PREFIX).lower()
+
+
+def _refuse_unknown(names: Iterable[object], what: str) -> None:
+    known = list(ReplayConfig.model_fields)
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"unknown {what} {name!r}{nearest(str(name), known)}: expected one of "
+                f"{', '.join(known)}; correct or remove it"
+            )
+
+
+def _read_env(env: Mapping[str, str]) -> dict[str, str]:
+    known = [*map(_variable, ReplayConfig.model_fields), ENV_PATH]
+    ours = {name: value for name, value in env.items() if name.startswith(ENV_PREFIX) and value}
+    for name in ours:
+        if name not in known:
+            raise ConfigError(
+                f"unknown environment variable {name}{nearest(name, known)}: expected one of "
+                f"{', '.join(known)}; correct it or unset it"
+            )
+    return ours
+
+
+def _read_file(path: Path) -> dict[str, _Setting]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration file {path}: {error.strerror}; pass an existing YAML file"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}; correct the file") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path}: expected a mapping such as 'window: 16', got a {type(content).__name__}; "
+            "write one 'name: value' per line"
+        )
+    _refuse_unknown(content, f"key in {path}:")
+    return {name: _Setting(value, str(path)) for name, value in content.items()}
+
+
+def _explain(error: ValidationError) -> str:
+    """One sentence per problem: the setting, what was expected and what came."""
+    problems = []
+    for problem in error.errors(include_url=False):
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["loc"]:
+            message = f"{problem['loc'][0]}: {message}, got {problem['input']!r}"
+        problems.append(message)
+    return "; ".join(problems)

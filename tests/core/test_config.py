@@ -1,0 +1,132 @@
+"""ReplayConfig: precedence of its sources, and one clear error for whatever cannot be used."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from replayssm.core.config import ConfigError, ReplayConfig
+from replayssm.core.precision import Precision
+
+FP16 = Precision("fp16", "fp16")
+
+
+def load(path: Path | None = None, env: dict[str, str] | None = None, **overrides: Any) -> ReplayConfig:
+    return ReplayConfig.load(path, env=env or {}, **overrides)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "replay.yaml"
+    path.write_text("window: 32\nmax_draft: 6\nbackend: torch\n", encoding="utf-8")
+    return path
+
+
+def test_defaults() -> None:
+    config = load()
+    assert (config.window, config.max_draft, config.backend) == (16, None, "auto")
+    assert config.precision == Precision("fp32", "fp32")
+
+
+@pytest.mark.parametrize(("window", "limit"), [(16, 8), (8, 8), (4, 4), (1, 1)])
+def test_the_default_draft_limit_follows_the_window(window: int, limit: int) -> None:
+    assert load(window=window).resolved_max_draft == limit
+
+
+def test_an_explicit_draft_limit_stands() -> None:
+    assert load(max_draft=12).resolved_max_draft == 12
+
+
+def test_keywords_over_environment_over_file_over_defaults(file: Path) -> None:
+    env = {"REPLAYSSM_CONFIG": str(file), "REPLAYSSM_MAX_DRAFT": "5", "REPLAYSSM_BACKEND": "triton"}
+    config = load(env=env, backend="flashinfer")
+    assert (config.window, config.max_draft, config.backend) == (32, 5, "flashinfer")
+
+
+def test_a_path_given_by_keyword_wins_over_the_environment(file: Path) -> None:
+    assert load(file, env={"REPLAYSSM_CONFIG": "absent.yaml"}).window == 32
+
+
+def test_none_and_empty_count_as_not_given(file: Path) -> None:
+    assert load(file, env={"REPLAYSSM_WINDOW": ""}, window=None).window == 32
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.touch()
+    assert load(path) == load()
+
+
+@pytest.mark.parametrize("value", ["fp16", "torch.float16", FP16, {"read": "fp16", "recurrence": "fp16"}])
+def test_spellings_of_a_precision(value: object) -> None:
+    assert load(precision=value).precision == FP16
+
+
+def test_a_precision_from_environment_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "replay.yaml"
+    path.write_text("precision: {read: fp16, recurrence: fp16, rounding: nearest}\n", encoding="utf-8")
+    assert load(path).precision == FP16
+    assert load(path, env={"REPLAYSSM_PRECISION": "bf16"}).precision == Precision("bf16", "bf16")
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load().window = 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"windw": 8}, ["'windw'", "did you mean 'window'", "max_draft"]),
+        ({"window": 4, "max_draft": 5}, ["5", "L=4", "raise the window"]),
+        ({"window": 0}, ["at least 1", "got 0"]),
+        ({"window": True}, ["window", "whole number", "True"]),
+        ({"window": "wide"}, ["window", "integer", "'wide'"]),
+        ({"precision": "fp31"}, ["precision", "'fp31'", "fp32, bf16, fp16"]),
+        ({"precision": 16}, ["precision", "a format such as 'fp32'", "16"]),
+        ({"precision": {"reed": "fp16"}}, ["precision", "'reed'", "did you mean 'read'"]),
+        ({"precision": {"rounding": "upwards"}}, ["precision", "'upwards'"]),
+        ({"backend": "cuda"}, ["backend", "'auto', 'torch', 'triton' or 'flashinfer'", "'cuda'"]),
+    ],
+)
+def test_refused_values(overrides: dict[str, Any], words: list[str]) -> None:
+    for build in (load, ReplayConfig):
+        with pytest.raises(ConfigError) as caught:
+            build(**overrides)
+        assert not [word for word in words if word not in str(caught.value)]
+
+
+def test_an_error_names_where_the_value_came_from(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"got 'wide' \(window from REPLAYSSM_WINDOW\)"):
+        load(env={"REPLAYSSM_WINDOW": "wide", "REPLAYSSM_BACKEND": "torch"})
+    with pytest.raises(ConfigError, match=r"max_draft from .*replay\.yaml"):
+        load(file, window=4)
+
+
+def test_unknown_variables_with_our_prefix_are_refused_others_ignored() -> None:
+    assert load(env={"REPLAY_WINDOW": "4"}).window == 16
+    with pytest.raises(ConfigError, match=r"REPLAYSSM_WINDOWS .did you mean 'REPLAYSSM_WINDOW'"):
+        load(env={"REPLAYSSM_WINDOWS": "4"})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("- window\n", ["expected a mapping", "got a list"]),
+        ("window\n", ["expected a mapping", "got a str"]),
+        ("window: [\n", ["not valid YAML"]),
+        ("windows: 8\n", ["'windows'", "did you mean 'window'"]),
+    ],
+)
+def test_refused_files(tmp_path: Path, content: str, words: list[str]) -> None:
+    path = tmp_path / "replay.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert not [word for word in [*words, str(path)] if word not in str(caught.value)]
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*absent\.yaml"):
+        load(env={"REPLAYSSM_CONFIG": str(tmp_path / "absent.yaml")})
