@@ -19,6 +19,16 @@ def zero_where(dead: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.where(expand_mask(dead, values), values.new_zeros(()), values)
 
 
+def may_read_back(tensor: torch.Tensor) -> bool:
+    """Whether its values are at hand: a tensor of an accelerator would have to be waited for."""
+    return tensor.device.type == "cpu"
+
+
+def any_row(flags: torch.Tensor) -> bool:
+    """Whether there may be work for flagged rows; false only where looking costs no waiting."""
+    return not may_read_back(flags) or bool(flags.any())
+
+
 def store_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`values` rounded once to `dtype`; fp16 saturates at its largest finite value."""
     if dtype is torch.float16 and values.dtype is not torch.float16:
@@ -45,7 +55,7 @@ def write_rows(
         valid: `[M]` bool.
         position: `[M]` int in `0..R-1`, the ring row of each entry.
     """
-    if pool.device.type == "cpu":
+    if may_read_back(pool):
         kept = valid.nonzero().squeeze(1)
         position = None if position is None else position[kept]
         _store(pool, index[kept], values[kept], position)
@@ -63,7 +73,8 @@ def _write_rows_without_sync(
     """Invalid rows repeat the first valid row's write; where there is none, they write what is there."""
     if index.numel() == 0:
         return
-    first = valid.to(torch.uint8).argmax()
+    # Kept as `[1]`: indexing with a scalar tensor would read it back.
+    first = valid.to(torch.uint8).argmax(0, keepdim=True)
     index = torch.where(valid, index, index[first].clamp(min=0))
     if position is not None:
         position = torch.where(valid, position, position[first])

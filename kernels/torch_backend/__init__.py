@@ -152,8 +152,8 @@ def materialize(
             folded = mamba2.fold(S0, decay, old["x_cache"], old["B_cache"], old["dt_cache"])
         else:
             keys = delta.keys(old["k_cache"], state.shape[1], use_qk_l2norm)
-            G = delta.per_channel(old["g_cache"]).cumsum(1)
-            folded = delta.fold(S0, keys, old["v_cache"], G, old["beta_cache"])
+            g = delta.per_channel(old["g_cache"])
+            folded = delta.fold(S0, keys, old["v_cache"], g, old["beta_cache"])
         write_rows(state, target, folded, live)
 
 

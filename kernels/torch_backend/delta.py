@@ -1,5 +1,7 @@
 """The delta rules, GDN and KDA (design section 3): `S_t = S_{t-1} e^{g_t} + u_t k_t^T`.
 
+`G_s - G_j` is summed over the tokens from `j` to `s` alone, see `mathematics`.
+
 One text for both: a decay has a last dimension of 1 (GDN, a scalar per head) or K (KDA, per key
 channel). Letters: B rows, T tokens, L window, H key heads, HV value heads, K key_dim, V value_dim.
 """
@@ -9,8 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from replayssm.core.rows import write_rows, zero_where
-from replayssm.kernels.torch_backend.mathematics import decay, ieee_fp32, normalize
+from replayssm.core.rows import any_row, write_rows, zero_where
+from replayssm.kernels.torch_backend.mathematics import between_sum, decay, ieee_fp32, later_sum, normalize
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
@@ -72,19 +74,20 @@ def step(
     k_old = keys(rows.recorded(k_cache), heads, qk_l2norm)
     S0 = zero_where(~rows.live, state[rows.state].float())
 
-    G_old = per_channel(rows.recorded(g_cache)).cumsum(1)  # [B, L, HV, 1 or K]
-    G_new = G_old[:, -1:] + rows.path_sum(per_channel(g))  # [B, T, HV, 1 or K]
-    seen = rows.token[:, :, None] & rows.history[:, None, :]
-    own = torch.eye(rows.token.shape[1], dtype=torch.bool, device=v.device)
-    with ieee_fp32():
-        recalled = _read(S0, k_new, G_new) + _attend(k_new, G_new, k_old, G_old, u_old, seen)
-        u_new = _solve(k_new, G_new, beta, v_new - recalled, rows.ancestors & ~own)
-        o = _read(S0, q_new, G_new) + _attend(q_new, G_new, k_old, G_old, u_old, seen)
-        o = o + _attend(q_new, G_new, k_new, G_new, u_new, rows.ancestors)
-        if state.device.type != "cpu" or bool(rows.flush.any()):
+    g_old, g_new = per_channel(rows.recorded(g_cache)), per_channel(g)  # [B, L or T, HV, 1 or K]
+    path = rows.path_sum(g_new)  # [B, T, HV, 1 or K]
+    G = g_old.sum(1, keepdim=True) + path
+    seen = (rows.token[:, :, None] & rows.history[:, None, :])[..., None, None]
+    weight_old = decay(path[:, :, None] + later_sum(g_old)[:, None], seen)
+    weight_new = decay(rows.path_between(g_new), rows.ancestors[..., None, None])
+    with ieee_fp32(state.device):
+        recalled = _read(S0, k_new, G) + _attend(k_new, k_old, weight_old, u_old)
+        u_new = _solve(k_new, weight_new, beta, v_new - recalled)
+        o = _read(S0, q_new, G) + _attend(q_new, k_old, weight_old, u_old)
+        o = o + _attend(q_new, k_new, weight_new, u_new)
+        if any_row(rows.flush):
             v_old, beta_old = rows.recorded(v_cache), rows.recorded(beta_cache)
-            folded = fold(S0, k_old, v_old, G_old, beta_old)
-            write_rows(state, rows.state, folded, rows.flush)
+            write_rows(state, rows.state, fold(S0, k_old, v_old, g_old, beta_old), rows.flush)
     rows.record(u_cache, u_new)
     rows.record(k_cache, rows.raw(k))
     rows.record(g_cache, g)
@@ -94,7 +97,7 @@ def step(
 
 
 def fold(
-    S0: torch.Tensor, k: torch.Tensor, v: torch.Tensor, G: torch.Tensor, beta: torch.Tensor
+    S0: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
     """State after raw records, by solving for `u` again: exact, whatever `u` was recorded in.
 
@@ -102,19 +105,18 @@ def fold(
         S0: `[B, HV, V, K]` fp32.
         k: `[B, L, HV, K]`, normalised; zero for dead records.
         v: `[B, L, HV, V]`.
-        G: `[B, L, HV, 1 or K]`, log-decays summed from the checkpoint.
+        g: `[B, L, HV, 1 or K]`, log-decays; zero for dead records.
         beta: `[B, L, HV]`, zero for dead records, which makes them inert.
 
     Returns:
         `[B, HV, V, K]` fp32.
     """
-    records = k.shape[1]
-    before = torch.ones(records, records, dtype=torch.bool, device=k.device).tril(-1)
-    end = G[:, -1:]
-    with ieee_fp32():
-        u = _solve(k, G, beta, v - _read(S0, k, G), before.expand(k.shape[0], -1, -1))
-        added = torch.einsum("blhv,blhk->bhvk", u, (end - G).exp() * k)
-    return S0 * end[:, 0, :, None].exp() + added
+    before = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=k.device).tril()
+    weight = decay(between_sum(g), before[..., None, None])
+    with ieee_fp32(S0.device):
+        u = _solve(k, weight, beta, v - _read(S0, k, g.cumsum(1)))
+        added = torch.einsum("blhv,blhk->bhvk", u, later_sum(g).exp() * k)
+    return S0 * g.sum(1)[:, :, None].exp() + added
 
 
 def keys(k: torch.Tensor, heads: int, qk_l2norm: bool) -> torch.Tensor:
@@ -133,33 +135,24 @@ def _read(S0: torch.Tensor, key: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bhvk,bthk->bthv", S0, G.exp() * key)
 
 
-def _scores(
-    to: torch.Tensor, G_to: torch.Tensor, keys: torch.Tensor, G_from: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """`sum_k to_t e^{G_t - G_j} k_j` over the masked pairs, `[B, T, J, HV]`."""
-    weight = decay(G_to[:, :, None], G_from[:, None], mask[..., None, None])
+def _scores(to: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`sum_k to_t weight_tj k_j`, `[B, T, J, HV]`; `weight [B, T, J, HV, 1 or K]`, `e^{G_t - G_j}` or 0."""
     if weight.shape[-1] == 1:
         return weight[..., 0] * torch.einsum("bthk,bjhk->btjh", to, keys)
     return (weight * to[:, :, None] * keys[:, None]).sum(-1)
 
 
-def _attend(
-    to: torch.Tensor,
-    G_to: torch.Tensor,
-    keys: torch.Tensor,
-    G_from: torch.Tensor,
-    u: torch.Tensor,
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    """`sum_j (to_t . e^{G_t - G_j} k_j) u_j` over the masked pairs, `[B, T, HV, V]`."""
-    return torch.einsum("btjh,bjhv->bthv", _scores(to, G_to, keys, G_from, mask), u)
+def _attend(to: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """`sum_j (to_t . e^{G_t - G_j} k_j) u_j`, `[B, T, HV, V]`."""
+    return torch.einsum("btjh,bjhv->bthv", _scores(to, keys, weight), u)
 
 
-def _solve(
-    k: torch.Tensor, G: torch.Tensor, beta: torch.Tensor, rest: torch.Tensor, before: torch.Tensor
-) -> torch.Tensor:
-    """`(I + M) U = beta rest` with `M[s, j] = beta_s (k_s . e^{G_s - G_j} k_j)` for `j` before `s`."""
-    M = (beta[:, :, None] * _scores(k, G, k, G, before)).permute(0, 3, 1, 2)
+def _solve(k: torch.Tensor, weight: torch.Tensor, beta: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """`(I + M) U = beta rest` with `M[s, j] = beta_s (k_s . e^{G_s - G_j} k_j)` for `j` before `s`.
+
+    The diagonal of `M` is not read: `weight` may include each token itself.
+    """
+    M = (beta[:, :, None] * _scores(k, k, weight)).permute(0, 3, 1, 2)
     right = (beta[..., None] * rest).permute(0, 2, 1, 3)
     solved = torch.linalg.solve_triangular(M, right, upper=False, unitriangular=True)
     return solved.permute(0, 2, 1, 3)

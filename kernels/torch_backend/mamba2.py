@@ -1,5 +1,7 @@
 """Mamba-2 (design section 3): `y_t = e^{G_t} S0 C_t + sum_j dt_j e^{G_t - G_j} (B_j . C_t) x_j + D x_t`.
 
+`G_t - G_j` is summed over the tokens from `j` to `t` alone, see `mathematics`.
+
 Letters: B rows, T tokens, L window, H heads, G groups, P head_dim, N d_state.
 """
 
@@ -8,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from replayssm.core.rows import write_rows, zero_where
-from replayssm.kernels.torch_backend.mathematics import decay, ieee_fp32
+from replayssm.core.rows import any_row, write_rows, zero_where
+from replayssm.kernels.torch_backend.mathematics import decay, ieee_fp32, later_sum
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
@@ -43,19 +45,22 @@ def step(
     dt_old = rows.recorded(dt_cache)
     S0 = zero_where(~rows.live, state[rows.state].float())
 
-    G_old = (A * dt_old).cumsum(1)  # [B, L, H]
-    G_new = G_old[:, -1:] + rows.path_sum(A * dt)  # [B, T, H]
-    with ieee_fp32():
+    g_old, g_new = A * dt_old, A * dt  # [B, L, H], [B, T, H]
+    path = rows.path_sum(g_new)  # [B, T, H]
+    G = g_old.sum(1, keepdim=True) + path
+    seen = (rows.token[:, :, None] & rows.history[:, None, :])[..., None]
+    weight_old = dt_old[:, None] * decay(path[:, :, None] + later_sum(g_old)[:, None], seen)
+    weight_new = dt[:, None] * decay(rows.path_between(g_new), rows.ancestors[..., None])
+    with ieee_fp32(state.device):
         C_heads = _to_heads(C_new, S0.shape[1])
-        y = G_new.exp()[..., None] * torch.einsum("bhpn,bthn->bthp", S0, C_heads)
-        seen = rows.token[:, :, None] & rows.history[:, None, :]
-        y = y + _attend(C_new, G_new, B_old, G_old, dt_old, x_old, seen)
-        y = y + _attend(C_new, G_new, B_new, G_new, dt, x_new, rows.ancestors)
+        y = G.exp()[..., None] * torch.einsum("bhpn,bthn->bthp", S0, C_heads)
+        y = y + _attend(C_new, B_old, weight_old, x_old)
+        y = y + _attend(C_new, B_new, weight_new, x_new)
         if D is not None:
             y = y + D.float()[:, None] * x_new
         if z is not None:
             y = y * F.silu(rows.tokens(z))
-        if state.device.type != "cpu" or bool(rows.flush.any()):
+        if any_row(rows.flush):
             folded = fold(S0, A, x_old, B_old, dt_old)
             write_rows(state, rows.state, folded, rows.flush)
     rows.record(x_cache, rows.raw(x))
@@ -71,31 +76,21 @@ def fold(
 
     `S_h = e^{G_h} S0 + sum_j dt_j e^{G_h - G_j} x_j B_j^T`, all fp32, `[B, H, P, N]`.
     """
-    G = (A * dt).cumsum(1)
-    end = G[:, -1]
-    weight = dt * (end[:, None] - G).exp()
-    with ieee_fp32():
+    g = A * dt
+    weight = dt * later_sum(g).exp()
+    with ieee_fp32(S0.device):
         added = torch.einsum("blhp,blhn->bhpn", weight[..., None] * x, _to_heads(B, S0.shape[1]))
-    return end.exp()[..., None, None] * S0 + added
+    return g.sum(1).exp()[..., None, None] * S0 + added
 
 
-def _attend(
-    C: torch.Tensor,
-    G_to: torch.Tensor,
-    B: torch.Tensor,
-    G_from: torch.Tensor,
-    dt: torch.Tensor,
-    x: torch.Tensor,
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    """`sum_j dt_j e^{G_t - G_j} (B_j . C_t) x_j` over the masked pairs `[B, T, J]`.
+def _attend(C: torch.Tensor, B: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`sum_j weight_tj (B_j . C_t) x_j` with `weight [B, T, J, H]`, `dt_j e^{G_t - G_j}` or 0.
 
     `B . C` belongs to a group and is computed once for all of its heads.
     """
     score = torch.einsum("btgn,bjgn->btjg", C, B)
     score = score.repeat_interleave(x.shape[2] // B.shape[2], dim=3)
-    weight = decay(G_to[:, :, None], G_from[:, None], mask[..., None])
-    return torch.einsum("btjh,bjhp->bthp", score * weight * dt[:, None], x)
+    return torch.einsum("btjh,bjhp->bthp", score * weight, x)
 
 
 def _to_heads(values: torch.Tensor, heads: int) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""Small pieces that both families of rules use: exact fp32 products and masked decays."""
+"""Small pieces that both families of rules use: exact fp32 products and sums of log-decays.
+
+An exponent is the sum of the log-decays between two tokens, added up over just these. As a difference
+of two sums from the checkpoint it would carry the rounding of everything before the earlier token: one
+strong decay, which makes a head forget, would blur all weights that follow it.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,41 @@ import torch
 
 
 @contextmanager
-def ieee_fp32() -> Iterator[None]:
-    """Keep fp32 products in fp32: the state path must not run in tf32, whatever the process chose."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_tf32
-    matmul.allow_tf32 = False
+def ieee_fp32(device: torch.device) -> Iterator[None]:
+    """Keep fp32 products in fp32, whatever the process chose: no tf32, no bf16, no autocast."""
+    matmuls = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    chosen = [(matmul, matmul.fp32_precision) for matmul in matmuls]
+    lowered = [(matmul, format) for matmul, format in chosen if format not in ("ieee", "none")]
+    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    for matmul, _ in lowered:
+        matmul.fp32_precision = "ieee"
     try:
-        yield
+        if autocast:
+            with torch.autocast(device.type, enabled=False):
+                yield
+        else:
+            yield
     finally:
-        matmul.allow_tf32 = before
+        for matmul, format in lowered:
+            matmul.fp32_precision = format
 
 
-def decay(later: torch.Tensor, earlier: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`e^(later - earlier)` where `mask`, else 0; masked differences never reach the exponential."""
-    difference = torch.where(mask, later - earlier, torch.zeros((), device=later.device))
-    return torch.where(mask, difference.exp(), torch.zeros((), device=later.device))
+def decay(exponent: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`e^exponent` where `mask`, else 0."""
+    return torch.where(mask, exponent.exp(), torch.zeros((), device=exponent.device))
+
+
+def later_sum(g: torch.Tensor) -> torch.Tensor:
+    """`[B, L, ...]`, for each record the sum of `g` over the records after it."""
+    after = torch.cat((g[:, 1:], torch.zeros_like(g[:, :1])), 1)
+    return after.flip(1).cumsum(1).flip(1)
+
+
+def between_sum(g: torch.Tensor) -> torch.Tensor:
+    """`[B, L, L, ...]`, entry `[b, s, j]`: the sum of `g` after `j` up to `s`; zero where `s <= j`."""
+    order = torch.arange(g.shape[1], device=g.device)
+    follows = (order[:, None] > order).view(1, len(order), len(order), *(1,) * (g.dim() - 2))
+    return torch.where(follows, g[:, :, None], torch.zeros((), device=g.device)).cumsum(1)
 
 
 def normalize(x: torch.Tensor) -> torch.Tensor:

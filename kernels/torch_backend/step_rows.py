@@ -76,7 +76,7 @@ class StepRows:
         past = torch.arange(window, device=device)
         source = (first[:, None] + step).clamp(max=max(lead[0] * lead[1] - 1, 0))
         chain = (step - 1).expand(rows, tokens)
-        parents = chain if index.parents is None else index.parents.long()
+        parents = chain if index.parents is None else torch.where(token, index.parents.long(), -1)
         return cls(
             state=state,
             ring=ring,
@@ -93,7 +93,7 @@ class StepRows:
 
     def tokens(self, values: torch.Tensor) -> torch.Tensor:
         """Inputs `[B, T, ...]` or `[1, total, ...]` as fp32 `[B, T, ...]`, zero where no token is."""
-        return zero_where(~self.token, values.flatten(0, 1)[self.source].float())
+        return zero_where(~self.token, self.raw(values).float())
 
     def recorded(self, cache: torch.Tensor) -> torch.Tensor:
         """History of a ring `[slots, heads, R, ...]` as fp32 `[B, L, heads, ...]`, dead rows zero."""
@@ -112,8 +112,11 @@ class StepRows:
         )
 
     def raw(self, values: torch.Tensor) -> torch.Tensor:
-        """Inputs as `[B, T, ...]` in their own dtype, for recording."""
-        return values.flatten(0, 1)[self.source]
+        """Inputs as `[B, T, ...]` in their own dtype; anything where no token is."""
+        packed = values.flatten(0, 1)
+        if packed.shape[0] == 0:
+            return packed.new_zeros(*self.source.shape, *packed.shape[1:])
+        return packed[self.source]
 
     def emit(self, out: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Write outputs `[B, T, ...]` fp32 where they belong; everything else in `out` becomes zero."""
@@ -123,15 +126,30 @@ class StepRows:
 
     def path_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sums of `[B, T, ...]` along each token's path from the history to itself."""
-        sums: list[torch.Tensor] = []
-        for step in range(values.shape[1]):
-            if not sums:
-                sums.append(values[:, 0])
-                continue
-            parent = self.parents[:, step]
-            before = torch.stack(sums, 1)[torch.arange(len(parent)), parent.clamp(min=0)]
-            sums.append(values[:, step] + zero_where(parent < 0, before))
-        return torch.stack(sums, 1)
+        sums = values.clone()
+        for step in range(1, values.shape[1]):
+            sums[:, step] += self._at_parent(sums, step)
+        return sums
+
+    def path_between(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums of `[B, T, ...]` between tokens, `[B, T, T, ...]`.
+
+        Entry `[b, s, j]` sums the path that leads from `j`, exclusive, to its descendant `s`, inclusive;
+        it is zero where `s` does not descend from `j`.
+        """
+        tokens = values.shape[1]
+        descends = self.ancestors & ~torch.eye(tokens, dtype=torch.bool, device=values.device)
+        sums = values.new_zeros(values.shape[0], tokens, *values.shape[1:])
+        for step in range(1, tokens):
+            path = self._at_parent(sums, step) + values[:, step, None]
+            sums[:, step] = zero_where(~descends[:, step], path)
+        return sums
+
+    def _at_parent(self, values: torch.Tensor, step: int) -> torch.Tensor:
+        """`[B, ...]`, the entry of `[B, T, ...]` at the parent of token `step`; zero after the history."""
+        parent = self.parents[:, step]
+        every = torch.arange(len(parent), device=values.device)
+        return zero_where(parent < 0, values[every, parent.clamp(min=0)])
 
 
 def _ancestors(parents: torch.Tensor) -> torch.Tensor:
