@@ -2,7 +2,8 @@
 
 In FlashInfer's manner: state first and mutated in place, a preallocated `out` returned, slot indices
 with a pad value, dense `[B, T, ...]` or packed `[1, total, ...]` inputs with `cu_seqlens`. No function
-here reads a tensor's values back to the host; what indices and cursors hold is the caller's duty.
+here reads a tensor's values back to the host; what indices and cursors hold is the caller's duty. They
+are for inference: no gradient is recorded, whatever their inputs ask for.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.checks import check_step, expect
+from replayssm.kernels.checks import check_heads, check_step, expect
 from replayssm.kernels.registry import resolve
 from replayssm.kernels.step_index import EVERY_ROW, StepIndex
 
 
+@torch.no_grad()
 def mamba2_step(
     state: torch.Tensor,
     x_cache: torch.Tensor,
@@ -72,8 +74,11 @@ def mamba2_step(
         ValueError: a shape, dtype or stride is wrong; the message names the tensor.
         BackendUnavailable: the backend named cannot run here.
     """
+    expect("state", state, (None, None, None, None))
+    expect("B_cache", B_cache, (None, None, None, None))
     H, P, N = state.shape[1:]
     G, R = B_cache.shape[1:3]
+    check_heads(H, G)
     lead = x.shape[:2]
     expect("x_cache", x_cache, (None, H, R, P), x.dtype)
     expect("B_cache", B_cache, (x_cache.shape[0], G, R, N), B.dtype)
@@ -93,6 +98,7 @@ def mamba2_step(
     )  # fmt: skip
 
 
+@torch.no_grad()
 def gdn_step(
     state: torch.Tensor,
     u_cache: torch.Tensor,
@@ -153,18 +159,18 @@ def gdn_step(
         ValueError: a shape, dtype or stride is wrong; the message names the tensor.
         BackendUnavailable: the backend named cannot run here.
     """
-    HV = state.shape[1]
     _check_delta(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, window, index, per_channel=False,
     )  # fmt: skip
-    expect("dt_bias", dt_bias, (HV,))
+    expect("dt_bias", dt_bias, (state.shape[1],))
     return resolve(backend, q.device).gdn_step(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, _scale(scale, state), use_qk_l2norm, window=window, index=index,
     )  # fmt: skip
 
 
+@torch.no_grad()
 def kda_step(
     state: torch.Tensor,
     u_cache: torch.Tensor,
@@ -226,12 +232,12 @@ def kda_step(
         ValueError: a shape, dtype or stride is wrong; the message names the tensor.
         BackendUnavailable: the backend named cannot run here.
     """
-    HV, _, K = state.shape[1:]
     _check_delta(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, window, index, per_channel=True,
     )  # fmt: skip
-    if dt_bias is not None and dt_bias.numel() != HV * K:
+    HV, _, K = state.shape[1:]
+    if dt_bias is not None and tuple(dt_bias.shape) not in ((HV, K), (HV * K,)):
         raise ValueError(f"dt_bias: expected [{HV}, {K}] or [{HV * K}], got {list(dt_bias.shape)}")
     if lower_bound is not None and (A_log is None or lower_bound >= 0):
         raise ValueError(
@@ -245,6 +251,7 @@ def kda_step(
     )  # fmt: skip
 
 
+@torch.no_grad()
 def materialize(
     rule: Rule | str,
     states: Sequence[torch.Tensor],
@@ -301,6 +308,7 @@ def materialize(
     )  # fmt: skip
 
 
+@torch.no_grad()
 def compact(
     rings: Sequence[Mapping[str, torch.Tensor]],
     ring_start: torch.Tensor,
@@ -358,8 +366,11 @@ def _check_delta(
     per_channel: bool,
 ) -> None:
     """The checks that GDN and KDA share; `per_channel` says whether decays have a key dimension."""
+    expect("state", state, (None, None, None, None))
+    expect("k_cache", k_cache, (None, None, None, None))
     HV, V, K = state.shape[1:]
     rings, H, R = k_cache.shape[:3]
+    check_heads(HV, H)
     lead, channel = q.shape[:2], (K,) if per_channel else ()
     expect("u_cache", u_cache, (rings, HV, R, V))
     expect("k_cache", k_cache, (rings, H, R, K), k.dtype)

@@ -35,6 +35,19 @@ def expect(
         raise ValueError(f"{name}: expected a floating-point tensor, got {tensor.dtype}")
 
 
+def check_heads(value_heads: int, key_heads: int) -> None:
+    """Each key head (group) serves the same number of value heads.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if value_heads % key_heads:
+        raise ValueError(
+            f"state has {value_heads} value heads, which must be a multiple of the {key_heads} key heads "
+            "(groups) of the ring"
+        )
+
+
 def check_step(
     state: torch.Tensor,
     ring_start: torch.Tensor,
@@ -60,7 +73,7 @@ def check_step(
             raise ValueError(
                 f"{name}: expected [{rings}] torch.int32, got {list(cursor.shape)} {cursor.dtype}"
             )
-    _check_index(index, lead, state.shape[0])
+    _check_index(index, lead, state.shape[0], rings)
     tokens = index.rows_and_tokens((lead[0], lead[1]))[1]
     if window < 1 or window + tokens > rows:
         raise ValueError(
@@ -69,10 +82,15 @@ def check_step(
         )
 
 
-def _check_index(index: StepIndex, lead: torch.Size, slots: int) -> None:
+def _check_index(index: StepIndex, lead: torch.Size, slots: int, rings: int) -> None:
     if (index.cu_seqlens is None) != (index.max_seqlen is None):
         raise ValueError("cu_seqlens and max_seqlen come together: pass both or neither")
     if index.cu_seqlens is not None:
+        if index.cu_seqlens.dim() != 1 or index.cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                "cu_seqlens: expected [B + 1] int32 or int64, "
+                f"got {list(index.cu_seqlens.shape)} {index.cu_seqlens.dtype}"
+            )
         if lead[0] != 1:
             raise ValueError(f"with cu_seqlens the inputs are [1, total, ...], got batch {lead[0]}")
         if index.draft_lens is not None:
@@ -93,3 +111,5 @@ def _check_index(index: StepIndex, lead: torch.Size, slots: int) -> None:
             )
     if index.state_indices is None and batch > slots:
         raise ValueError(f"{batch} rows but {slots} slots: pass state_indices")
+    if index.state_indices is None and index.ring_indices is None and batch > rings:
+        raise ValueError(f"{batch} rows but {rings} rings: pass ring_indices")
