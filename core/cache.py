@@ -172,9 +172,9 @@ class ReplayCache:
                 window=self.window,
                 A=rates or None,
             )
-        own = source == target
+        own, pad = source == target, source < 0
         self.cursors.advance(torch.where(own, target, -1), count)
-        self.cursors.anchor(torch.where(own, -1, target))
+        self.cursors.anchor(torch.where(own | pad, -1, target))
 
     def flush(self, slots: torch.Tensor) -> None:
         """Fold all history of `slots`, so that whoever reads their states finds them current."""
