@@ -55,6 +55,12 @@ class ConvWindow:
         place = (self.end[rows].long()[:, None] + ahead) % self.rows
         self.inputs[layer][rows[:, None], place] = tokens[:, ahead]
 
+    def load(self, layer: int, tokens: torch.Tensor) -> None:
+        """Set the newest committed inputs of every slot, `[slots, <= width, channels]`."""
+        back = torch.arange(-tokens.shape[1], 0, device=self.end.device)
+        every = torch.arange(self.end.shape[0], device=self.end.device)[:, None]
+        self.inputs[layer][every, (self.end.long()[:, None] + back) % self.rows] = tokens
+
     def commit(self, slots: torch.Tensor, accepted: torch.Tensor) -> None:
         """Move the pointer past the accepted (`[B]` int) inputs of each slot."""
         self._move(slots, accepted)

@@ -1,0 +1,379 @@
+"""`Session`: the replay state behind one transformers cache, and the plan of each forward pass.
+
+transformers keeps all sequences of a batch in step: a forward brings the same number of tokens to
+each, and `crop` takes the same number back. So the session knows on the host how long the history is,
+and decides per forward how many tokens go through transformers' own scan and how many are replayed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from replayssm import kernels
+from replayssm.adapters.transformers.account import Account
+from replayssm.adapters.transformers.scan_call import ScanCall
+from replayssm.core import ConvWindow, LayerBuffers, ReplayCache, RingLayout, must_flush
+from replayssm.core.config import ReplayConfig
+from replayssm.core.rows import store_cast
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Forward:
+    """The last forward pass, as long as the cursors have not moved past it.
+
+    Attributes:
+        tokens: tokens of each row.
+        head: of these, how many go through transformers' scan.
+        prompt: how many of the replayed ones belong to a prompt.
+        flush: whether the replayed ones make the rows flush.
+        kept: replayed tokens that have not been taken back.
+        convolved: layers that have taken part.
+    """
+
+    tokens: int
+    head: int
+    prompt: int
+    flush: bool
+    kept: int
+    convolved: set[int] = field(default_factory=set)
+
+    @property
+    def tail(self) -> int:
+        """Replayed tokens."""
+        return self.tokens - self.head
+
+
+@dataclass(frozen=True)
+class StockState:
+    """A cache layer's content in transformers' own layout: `conv [B, C, K]` and the scan's state."""
+
+    conv: torch.Tensor
+    recurrent: torch.Tensor
+
+
+class Session:
+    """States, rings and convolution windows of one cache.
+
+    Attributes:
+        recording: whether a `crop` follows each round, as in assisted generation. Until it comes, no
+            token is folded into a checkpoint.
+        history: committed records of every row.
+        window: L; grows when a draft needs more.
+    """
+
+    def __init__(
+        self,
+        config: ReplayConfig,
+        account: Account,
+        wanted_logits: Callable[[], int | None],
+        inherited: Mapping[int, StockState],
+        register: Callable[[Session], None],
+    ) -> None:
+        """A session for a cache.
+
+        Args:
+            config: window, draft limit, precision, backend.
+            account: where steps are counted.
+            wanted_logits: how many positions the forward under way returns logits for, if known.
+            inherited: by layer, what an unpatched model left in the cache.
+            register: told of this session and of its copies.
+        """
+        self.config = config
+        self.account = account
+        self.recording = False
+        self.window, self._max_draft = config.window, config.resolved_max_draft
+        self._wanted_logits = wanted_logits
+        self._register = register
+        register(self)
+        self.cache_layers: dict[int, Any] = {}
+        self._clear(inherited)
+
+    def _clear(self, inherited: Mapping[int, StockState]) -> None:
+        self.history = 0
+        self._length = 0
+        self._inherited = dict(inherited)
+        self._started = bool(inherited)
+        self._unsettled = 0
+        self._settled_by_crop = False
+        self._forward: Forward | None = None
+        self._replay: ReplayCache | None = None
+        self._conv: ConvWindow | None = None
+        self._replay_number: dict[int, int] = {}
+        self._conv_number: dict[int, int] = {}
+        self._calls: dict[int, type[ScanCall]] = {}
+
+    # The two calls of a mixer, in this order.
+
+    def convolve(self, layer: int, inputs: torch.Tensor, kernel_size: int) -> torch.Tensor:
+        """Record raw convolution inputs `[B, C, T]`; returns them behind the window they follow."""
+        self._check_batch(inputs)
+        if self._forward is None or layer in self._forward.convolved:
+            self._commit()
+            self._forward = self._plan(inputs.shape[2], inputs.shape[0])
+        self._forward.convolved.add(layer)
+        window = self._conv_layer(layer, inputs, kernel_size)
+        number = self._conv_number[layer]
+        before = window.window(number, self._rows(inputs)).transpose(1, 2)
+        window.append(number, self._rows(inputs), inputs.detach().transpose(1, 2))
+        return torch.cat([before, inputs], 2) if self._started else inputs
+
+    def scan(self, layer: int, call: ScanCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a layer's recurrence over this forward's tokens.
+
+        Returns:
+            The outputs `[B, T, HV, V]`, and an empty tensor where transformers expects the state.
+        """
+        forward = self._forward
+        assert forward is not None
+        buffers = self._replay_layer(layer, call)
+        assert self._replay is not None
+        outputs = []
+        if forward.head:
+            out, state = call.head(forward.head, buffers.state.float())
+            buffers.state.copy_(store_cast(state.detach(), buffers.state.dtype))
+            outputs.append(out)
+        if forward.tail:
+            backend = self.config.backend
+            with torch.no_grad():
+                out = call.tail(forward.head, forward.prompt, buffers, self._replay, backend)
+            outputs.append(out)
+            self.account.add_layer_step(
+                buffers.layout, _bytes(buffers), len(out), self.history, forward.tail, forward.flush
+            )
+        return torch.cat(outputs, 1), outputs[0].new_empty(0)
+
+    # What transformers asks of a cache, and does to it.
+
+    def length(self, layer_idx: int = 0) -> int:
+        """Tokens that the session has seen, for a cache without attention layers to count them."""
+        forward = self._forward
+        return self._length + (0 if forward is None else forward.head + forward.kept)
+
+    def crop(self, tokens: int) -> None:
+        """Take back the newest `tokens` of every row; what is left is settled.
+
+        Raises:
+            ValueError: they are not all in the ring any more.
+        """
+        forward = self._forward
+        kept = 0 if forward is None else forward.kept
+        history = 0 if forward is not None and forward.flush else self.history
+        if tokens > kept + history:
+            raise ValueError(
+                f"can't take back {tokens} tokens: the recurrent state already includes them; only "
+                f"the newest {kept + history} are still in the ring (window {self.window})"
+            )
+        if forward is not None:
+            forward.kept -= min(tokens, kept)
+        self._unsettled, self._settled_by_crop = 0, True
+        self._count_kept(-tokens)
+        if tokens > kept:
+            self._commit()
+            self._roll_back(tokens - kept)
+
+    def select(self, index: torch.Tensor) -> None:
+        """Replace the rows of the batch by `index` (`[B']` int64): reordered, repeated, dropped."""
+        self._commit()
+        if self._replay is not None:
+            index = index.to(self._replay.cursors.start.device)
+            cursors = self._replay.cursors
+            self._replay = self._new_replay([_select(layer, index) for layer in self._replay.layers])
+            self._replay.cursors.start.copy_(cursors.start[index])
+            self._replay.cursors.history.copy_(cursors.history[index])
+        if self._conv is not None:
+            self._conv.end = self._conv.end[index]
+            self._conv.inputs = [inputs[index] for inputs in self._conv.inputs]
+
+    def repeat(self, repeats: int) -> None:
+        """Repeat every row of the batch."""
+        if self._replay is not None:
+            rows = torch.arange(self._replay.slots, device=self._replay.cursors.start.device)
+            self.select(rows.repeat_interleave(repeats))
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self._clear({})
+
+    def release(self) -> dict[int, StockState]:
+        """By layer, the content of the cache as an unpatched model would have left it."""
+        self._commit()
+        if self._replay is None or self._conv is None:
+            return dict(self._inherited)
+        self._fold(self.history)
+        rows = torch.arange(self._replay.slots, device=self._replay.cursors.start.device)
+        found = {}
+        for layer, number in self._replay_number.items():
+            window = self._conv.window(self._conv_number[layer], rows).transpose(1, 2)
+            state = self._replay.layers[number].state.float()
+            found[layer] = StockState(window.contiguous(), self._calls[layer].to_scan(state))
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        """A session for a copied cache; configuration and account stay shared."""
+        copy = Session(self.config, self.account, self._wanted_logits, {}, self._register)
+        memo[id(self)] = copy
+        for name, value in vars(self).items():
+            if name not in ("config", "account", "_wanted_logits", "_register"):
+                setattr(copy, name, deepcopy(value, memo))
+        return copy
+
+    # One forward pass.
+
+    def _plan(self, tokens: int, rows: int) -> Forward:
+        """Decide the way of a forward's tokens and make room for it.
+
+        A prompt goes through transformers' scan and decoded tokens are replayed. While recording, the
+        drafts that may come with a prompt are replayed too, and so is the prompt's last token, which
+        an assistant takes back when its first draft is refused.
+        """
+        prompt = head = 0
+        if self.recording:
+            wanted = self._wanted_logits() or min(tokens, self._max_draft)
+            if not self._started or tokens > wanted:
+                prompt = max(tokens - wanted + 1, 1)
+                head = prompt - 1
+        elif not self._started or tokens > 1:
+            prompt = head = tokens
+        tail = tokens - head
+        if head:
+            self._fold(self.history)
+            self._unsettled = 0
+        flush = False
+        if tail:
+            self._make_room(tail)
+            flush = must_flush(self.history, tail, self.window)
+            self.account.steps += 1
+            self.account.drafted += rows * tail
+            self.account.kept += rows * tail
+            self.account.flushes += rows * flush
+        return Forward(tokens, head, prompt - head, flush, tail)
+
+    def _commit(self) -> None:
+        """Move the cursors past the last forward, with what has been kept of it."""
+        forward, self._forward = self._forward, None
+        if forward is None:
+            return
+        assert self._replay is not None
+        assert self._conv is not None
+        rows = torch.arange(self._replay.slots, device=self._replay.cursors.start.device)
+        if forward.tail:
+            draft, kept = torch.full_like(rows, forward.tail), torch.full_like(rows, forward.kept)
+            self._replay.commit(rows, draft, kept)
+            self.history = (0 if forward.flush else self.history) + forward.kept
+        self._conv.commit(rows, torch.full_like(rows, forward.head + forward.kept))
+        self._length += forward.head + forward.kept
+        self._started = True
+        if self.recording and not self._settled_by_crop:
+            self._unsettled += forward.kept
+        self._settled_by_crop = False
+
+    def _make_room(self, draft: int) -> None:
+        """Grow the ring where a draft needs it, and keep unsettled records out of a flush."""
+        if self._unsettled and must_flush(self.history, draft, self.window):
+            self._fold(self.history - self._unsettled)
+        window = draft if not self._unsettled else self.history + draft
+        if window <= self.window and draft <= self._max_draft:
+            return
+        while self.window < window:
+            self.window *= 2
+        self._max_draft = max(self._max_draft, draft)
+        logger.info(
+            "replayssm: a draft of %d tokens needs a larger ring: window %d, draft limit %d",
+            draft, self.window, self._max_draft,
+        )  # fmt: skip
+        if self._replay is not None:
+            self._replay.resize(self.window, self._max_draft)
+        if self._conv is not None:
+            self._conv.resize(self.window + self._max_draft)
+
+    def _fold(self, records: int) -> None:
+        """Fold the oldest `records` of every row into the checkpoints."""
+        if records < 1 or self._replay is None:
+            return
+        rows = torch.arange(self._replay.slots, device=self._replay.cursors.start.device)
+        self._replay.materialize(rows, torch.full_like(rows, records), rows)
+        self.history -= records
+        self.account.flushes += len(rows)
+        for layer in self._replay.layers:
+            self.account.add_layer_fold(layer.layout, _bytes(layer), len(rows), records)
+
+    def _roll_back(self, tokens: int) -> None:
+        assert self._replay is not None
+        assert self._conv is not None
+        rows = torch.arange(self._replay.slots, device=self._replay.cursors.start.device)
+        dropped = torch.full_like(rows, tokens)
+        self._replay.rollback(rows, dropped)
+        self._conv.rollback(rows, dropped)
+        self.history -= tokens
+        self._length -= tokens
+
+    def _count_kept(self, tokens: int) -> None:
+        if self._replay is not None:
+            self.account.kept += self._replay.slots * tokens
+            for layer in self._replay.layers:
+                self.account.add_layer_kept(_bytes(layer), self._replay.slots, tokens)
+
+    # Buffers.
+
+    def _rows(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.arange(like.shape[0], device=like.device)
+
+    def _check_batch(self, inputs: torch.Tensor) -> None:
+        if self._replay is not None and self._replay.slots != inputs.shape[0]:
+            raise ValueError(
+                f"the cache holds {self._replay.slots} sequences, the model was called with "
+                f"{inputs.shape[0]}: use one cache per batch"
+            )
+
+    def _conv_layer(self, layer: int, inputs: torch.Tensor, kernel_size: int) -> ConvWindow:
+        """The window, with `layer` allocated."""
+        if self._conv is None:
+            reach = self.window + self._max_draft
+            self._conv = ConvWindow(inputs.shape[0], kernel_size, reach, inputs.device)
+        if layer not in self._conv_number:
+            number = self._conv.add_layer(inputs.shape[1], inputs.dtype)
+            self._conv_number[layer] = number
+            if layer in self._inherited:
+                taken = self._inherited[layer].conv.transpose(1, 2)[:, -self._conv.width :]
+                self._conv.load(number, taken)
+        return self._conv
+
+    def _replay_layer(self, layer: int, call: ScanCall) -> LayerBuffers:
+        """The buffers of `layer`, allocated at its first call, when its shapes are known."""
+        if layer not in self._replay_number:
+            tensor = call.activation
+            layout = RingLayout(call.geometry, self.window, self._max_draft, tensor.dtype)
+            precision = self.config.precision
+            buffers = LayerBuffers.allocate(layout, tensor.shape[0], precision, tensor.device, call.rates)
+            if layer in self._inherited:
+                buffers.state.copy_(call.from_scan(self._inherited.pop(layer).recurrent))
+            self._replay_number[layer] = len(self._replay_number)
+            self._calls[layer] = type(call)
+            if self._replay is None:
+                self._replay = self._new_replay([buffers])
+            else:
+                self._replay.add_layer(buffers)
+        assert self._replay is not None
+        return self._replay.layers[self._replay_number[layer]]
+
+    def _new_replay(self, layers: list[LayerBuffers]) -> ReplayCache:
+        return ReplayCache(layers, partial(kernels.materialize, backend=self.config.backend))
+
+
+def _bytes(layer: LayerBuffers) -> int:
+    """Bytes of one sequence's state."""
+    return layer.layout.geometry.state_elements * layer.state.element_size()
+
+
+def _select(layer: LayerBuffers, index: torch.Tensor) -> LayerBuffers:
+    rings = {name: ring[index] for name, ring in layer.rings.items()}
+    return LayerBuffers(layer.layout, layer.state[index], rings, layer.A)
