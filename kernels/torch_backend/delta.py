@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from replayssm.core.rows import any_row, write_rows, zero_where
-from replayssm.kernels.torch_backend.mathematics import between_sum, decay, ieee_fp32, later_sum, normalize
+from replayssm.kernels.torch_backend.mathematics import (
+    between_sum,
+    contract,
+    decay,
+    ieee_fp32,
+    later_sum,
+    normalize,
+)
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
@@ -115,7 +122,7 @@ def fold(
     weight = decay(between_sum(g), before[..., None, None])
     with ieee_fp32(S0.device):
         u = _solve(k, weight, beta, v - _read(S0, k, g.cumsum(1)))
-        added = torch.einsum("blhv,blhk->bhvk", u, later_sum(g).exp() * k)
+        added = contract("blhv,blhk->bhvk", u, later_sum(g).exp() * k)
     return S0 * g.sum(1)[:, :, None].exp() + added
 
 
@@ -132,19 +139,19 @@ def per_channel(g: torch.Tensor) -> torch.Tensor:
 
 def _read(S0: torch.Tensor, key: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
     """`S0 (e^{G_t} k_t)`, `[B, T, HV, V]`."""
-    return torch.einsum("bhvk,bthk->bthv", S0, G.exp() * key)
+    return contract("bhvk,bthk->bthv", S0, G.exp() * key)
 
 
 def _scores(to: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`sum_k to_t weight_tj k_j`, `[B, T, J, HV]`; `weight [B, T, J, HV, 1 or K]`, `e^{G_t - G_j}` or 0."""
     if weight.shape[-1] == 1:
-        return weight[..., 0] * torch.einsum("bthk,bjhk->btjh", to, keys)
+        return weight[..., 0] * contract("bthk,bjhk->btjh", to, keys)
     return (weight * to[:, :, None] * keys[:, None]).sum(-1)
 
 
 def _attend(to: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """`sum_j (to_t . e^{G_t - G_j} k_j) u_j`, `[B, T, HV, V]`."""
-    return torch.einsum("btjh,bjhv->bthv", _scores(to, keys, weight), u)
+    return contract("btjh,bjhv->bthv", _scores(to, keys, weight), u)
 
 
 def _solve(k: torch.Tensor, weight: torch.Tensor, beta: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:

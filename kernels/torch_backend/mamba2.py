@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from replayssm.core.rows import any_row, write_rows, zero_where
-from replayssm.kernels.torch_backend.mathematics import decay, ieee_fp32, later_sum
+from replayssm.kernels.torch_backend.mathematics import contract, decay, ieee_fp32, later_sum
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
@@ -53,7 +53,7 @@ def step(
     weight_new = dt[:, None] * decay(rows.path_between(g_new), rows.ancestors[..., None])
     with ieee_fp32(state.device):
         C_heads = _to_heads(C_new, S0.shape[1])
-        y = G.exp()[..., None] * torch.einsum("bhpn,bthn->bthp", S0, C_heads)
+        y = G.exp()[..., None] * contract("bhpn,bthn->bthp", S0, C_heads)
         y = y + _attend(C_new, B_old, weight_old, x_old)
         y = y + _attend(C_new, B_new, weight_new, x_new)
         if D is not None:
@@ -79,7 +79,7 @@ def fold(
     g = A * dt
     weight = dt * later_sum(g).exp()
     with ieee_fp32(S0.device):
-        added = torch.einsum("blhp,blhn->bhpn", weight[..., None] * x, _to_heads(B, S0.shape[1]))
+        added = contract("blhp,blhn->bhpn", weight[..., None] * x, _to_heads(B, S0.shape[1]))
     return g.sum(1).exp()[..., None, None] * S0 + added
 
 
@@ -88,9 +88,9 @@ def _attend(C: torch.Tensor, B: torch.Tensor, weight: torch.Tensor, x: torch.Ten
 
     `B . C` belongs to a group and is computed once for all of its heads.
     """
-    score = torch.einsum("btgn,bjgn->btjg", C, B)
+    score = contract("btgn,bjgn->btjg", C, B)
     score = score.repeat_interleave(x.shape[2] // B.shape[2], dim=3)
-    return torch.einsum("btjh,bjhp->bthp", score * weight, x)
+    return contract("btjh,bjhp->bthp", score * weight, x)
 
 
 def _to_heads(values: torch.Tensor, heads: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 @contextmanager
 def ieee_fp32(device: torch.device) -> Iterator[None]:
     """Keep fp32 products in fp32, whatever the process chose: no tf32, no bf16, no autocast."""
-    matmuls = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    matmuls = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     chosen = [(matmul, matmul.fp32_precision) for matmul in matmuls]
     lowered = [(matmul, format) for matmul, format in chosen if format not in ("ieee", "none")]
     autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
@@ -31,6 +31,24 @@ def ieee_fp32(device: torch.device) -> Iterator[None]:
     finally:
         for matmul, format in lowered:
             matmul.fp32_precision = format
+
+
+def contract(equation: str, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`torch.einsum` of two operands that share batch dimensions and one summed dimension.
+
+    Multiplies contiguous matrices, whatever the sizes: einsum chooses layouts by them, so that a row
+    alone would get other bits than the same row in a batch.
+    """
+    operands, result = equation.split("->")
+    of_left, of_right = operands.split(",")
+    batch = [letter for letter in of_left if letter in of_right and letter in result]
+    (row,) = set(of_left) - set(of_right)
+    (column,) = set(of_right) - set(of_left)
+    (summed,) = set(of_left) - set(result)
+    rows = left.permute([of_left.index(letter) for letter in (*batch, row, summed)])
+    columns = right.permute([of_right.index(letter) for letter in (*batch, summed, column)])
+    product = rows.contiguous() @ columns.contiguous()
+    return product.permute([(*batch, row, column).index(letter) for letter in result])
 
 
 def decay(exponent: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
