@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from replayssm.core.rows import write_rows
+from replayssm.core.rows import write_rows, zero_where
 
 
 class ConvWindow:
     """Recent convolution inputs of a pool of slots.
 
     The taps before the next token are the `width` newest committed inputs; drafts are written behind
-    them and become committed when the pointer passes them.
+    them and become committed when the pointer passes them. Slots are int tensors `[B]`; negative entries
+    are pads: they read zeros and touch nothing.
 
     Attributes:
         end: `[slots]` int32, position behind the newest committed input.
@@ -45,15 +46,18 @@ class ConvWindow:
     def window(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """`[B, width, channels]`, the committed inputs before the next token, oldest first."""
         back = torch.arange(-self.width, 0, device=self.end.device)
-        slots = slots.long()
-        return self.inputs[layer][slots[:, None], (self.end[slots].long()[:, None] + back) % self.rows]
+        rows = slots.clamp(min=0).long()
+        taps = self.inputs[layer][rows[:, None], (self.end[rows].long()[:, None] + back) % self.rows]
+        return zero_where(slots < 0, taps)
 
     def append(self, layer: int, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write a step's raw inputs `[B, T, channels]`; where `T` exceeds the rows, its newest."""
-        rows, total = slots.long(), tokens.shape[1]
+        total = tokens.shape[1]
         ahead = torch.arange(max(total - self.rows, 0), total, device=self.end.device)
-        place = (self.end[rows].long()[:, None] + ahead) % self.rows
-        self.inputs[layer][rows[:, None], place] = tokens[:, ahead]
+        place = (self.end[slots.clamp(min=0).long()].long()[:, None] + ahead) % self.rows
+        every = slots.repeat_interleave(len(ahead))
+        ring, values = self.inputs[layer][:, None], tokens[:, ahead].flatten(0, 1)[:, None]
+        write_rows(ring, every, values, every >= 0, place.flatten())
 
     def load(self, layer: int, tokens: torch.Tensor) -> None:
         """Set the newest committed inputs of every slot, `[slots, <= width, channels]`."""
@@ -72,7 +76,8 @@ class ConvWindow:
     def hand_out(self, slots: torch.Tensor) -> None:
         """Zero inputs for new sequences in `slots`."""
         for inputs in self.inputs:
-            inputs[slots.long()] = 0
+            zeros = torch.zeros_like(inputs[:1]).expand(len(slots), *inputs.shape[1:])
+            write_rows(inputs, slots, zeros, slots >= 0)
 
     def resize(self, reach: int) -> None:
         """Allow for longer steps, keeping the window and what was written behind it."""
@@ -90,5 +95,5 @@ class ConvWindow:
         self.end = torch.full_like(self.end, self.width)
 
     def _move(self, slots: torch.Tensor, by: torch.Tensor) -> None:
-        end = (self.end[slots.long()] + by) % self.rows
-        write_rows(self.end, slots, end, torch.ones_like(slots, dtype=torch.bool))
+        end = (self.end[slots.clamp(min=0).long()] + by) % self.rows
+        write_rows(self.end, slots, end, slots >= 0)
