@@ -40,10 +40,13 @@ def draw(path: Path, models: Mapping[str, Mapping[str, Decoded]], note: str) -> 
 
 
 def _draw_steps(axes: Axes, way: str, run: Decoded) -> None:
-    """A step's bytes over the tokens that it kept: wide steps are rounds whose drafts were accepted."""
+    """Each step's bytes; a dot for a round of drafts, at the last token that it kept."""
     edges = [step.tokens for step in run.steps]
     moved = [(b.bytes - a.bytes) / KIB for a, b in zip(run.steps, run.steps[1:], strict=False)]
-    axes.stairs(moved, edges, baseline=None, label=way, color=COLOURS[way], linewidth=1.2)
+    if way == SPECULATION:
+        axes.plot(edges[1:], moved, ".", label=way, color=COLOURS[way])
+    else:
+        axes.stairs(moved, edges, baseline=None, label=way, color=COLOURS[way])
 
 
 def _draw_total(axes: Axes, way: str, run: Decoded) -> None:
