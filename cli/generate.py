@@ -44,7 +44,7 @@ def generate(
     backend: Annotated[
         str | None, typer.Option(help="Kernels; by default REPLAYSSM_BACKEND or the fastest that works.")
     ] = None,
-    conventional: Annotated[bool, typer.Option(help="Decode without replay.")] = False,
+    conventional: Annotated[bool, typer.Option("--conventional", help="Decode without replay.")] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the text alone.")] = False,

@@ -137,7 +137,7 @@ def total(accounts: Iterable[Account]) -> Account:
 
 
 def make_table(rows: Sequence[Row], clock: str, stock_speculation: str = NONE) -> Table:
-    """One column per way of decoding.
+    """One column per way of decoding; lines that say nothing are left out.
 
     Args:
         rows: the ways.
@@ -159,7 +159,9 @@ def make_table(rows: Sequence[Row], clock: str, stock_speculation: str = NONE) -
         f"tokens/s, {clock}": lambda row: _number(row.tokens_per_s, ".0f"),
     }
     for name, cell in lines.items():
-        table.add_row(name, *map(cell, rows))
+        cells = list(map(cell, rows))
+        if any(text != NONE for text in cells):
+            table.add_row(name, *cells)
     return table
 
 
