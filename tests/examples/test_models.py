@@ -1,0 +1,242 @@
+"""The trained models under `examples/models/` load with stock classes and write text."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FOLDERS = {"mamba2": "mamba2-nemotron-h", "gdn": "gdn-qwen3-5", "kda": "kda-kimi-linear"}
+MODEL_TYPES = {"mamba2": "nemotron_h", "gdn": "qwen3_5_text", "kda": "kimi_linear"}
+RECURRENT = {
+    "mamba2": "NemotronHMamba2Mixer",
+    "gdn": "Qwen3_5GatedDeltaNet",
+    "kda": "KimiLinearDeltaAttention",
+}
+LARGEST = 4_000_000
+BITS_BOUND = 2.6
+
+rules = pytest.mark.parametrize("rule", list(FOLDERS))
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("examples_train", EXAMPLES / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass of the module looks its module up by name.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script()
+
+
+def folder(rule: str) -> Path:
+    return EXAMPLES / "models" / FOLDERS[rule]
+
+
+def record(rule: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder(rule) / "training.json").read_text("utf-8"))
+    return loaded
+
+
+def library_text() -> bytes:
+    """The start of two of this Python's own files, which no model was trained on."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    names = ["textwrap.py", "heapq.py"]
+    return b"".join((library / name).read_bytes()[:4096] for name in names)
+
+
+def model_bits(model: Any, text: bytes, window: int = 1024) -> float:
+    rows = torch.tensor(list(text)).unfold(0, window, window)
+    with torch.inference_mode():
+        logits = model(input_ids=rows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+    return loss.item() / math.log(2)
+
+
+def unigram_bits(text: bytes) -> float:
+    """Bits per byte under the text's own byte frequencies: no unigram model does better."""
+    shares = [count / len(text) for count in Counter(text).values()]
+    return -sum(share * math.log2(share) for share in shares)
+
+
+@rules
+def test_the_folder_is_small(rule: str) -> None:
+    assert sum(path.stat().st_size for path in folder(rule).iterdir()) <= LARGEST
+
+
+@rules
+def test_stock_classes_load_a_hybrid(rule: str) -> None:
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder(rule), output_loading_info=True)
+    assert not any(report.values())
+    assert model.dtype == torch.bfloat16
+    assert model.config.model_type == MODEL_TYPES[rule]
+    assert model.config.vocab_size == 256
+    assert model.config.eos_token_id is None
+    assert model.generation_config.eos_token_id is None
+    kinds = Counter(type(module).__name__ for module in model.modules())
+    attention = [name for name in kinds if re.fullmatch(r"(NemotronH|Qwen3_5|KimiLinear)Attention", name)]
+    assert kinds[RECURRENT[rule]] > kinds[attention[0]] >= 1
+    assert not [name for name in kinds if "MoE" in name]
+
+
+@rules
+def test_the_shapes_are_not_all_alike(rule: str) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder(rule))
+    if rule == "mamba2":
+        assert config.n_groups == 2
+        assert config.mamba_head_dim != config.ssm_state_size
+    elif rule == "gdn":
+        assert config.linear_num_value_heads > config.linear_num_key_heads > 1
+    else:
+        assert config.linear_num_heads > 1
+        assert set(config.mlp_layer_types) == {"dense"}
+
+
+@rules
+@pytest.mark.parametrize(
+    "text", ["def f(x):\n\treturn x\n", "naïve café — ☃ 漢字 \U0001f40d", " a  b\r\n\0", ""]
+)
+def test_the_tokenizer_maps_text_to_its_bytes(rule: str, text: str) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder(rule))
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+@rules
+def test_the_tokenizer_decodes_any_bytes(rule: str) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder(rule))
+    assert len(tokenizer) == 256
+    for byte in range(256):
+        assert tokenizer.decode([byte]) == bytes([byte]).decode(errors="replace")
+    torn = "é☃".encode()[1:-1]
+    assert tokenizer.decode(list(torn)) == torn.decode(errors="replace")
+
+
+@rules
+def test_held_out_text_is_predicted(rule: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder(rule), dtype=torch.float32)
+    text = library_text()
+    bits = model_bits(model.eval(), text)
+    assert bits < BITS_BOUND
+    assert bits < unigram_bits(text)
+
+
+@rules
+def test_the_record_is_complete(rule: str) -> None:
+    kept = record(rule)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder(rule))
+    assert kept["rule"] == rule
+    assert kept["parameters"] == model.num_parameters()
+    data = kept["data"]
+    assert re.fullmatch(r"[0-9a-f]{64}", data["sha256"])
+    assert data["files"] == data["training_files"] + data["held_out_files"]
+    assert data["bytes"] == data["training_bytes"] + data["held_out_bytes"]
+    assert data["split"]
+    assert re.fullmatch(r"3\.\d+\.\d+", data["python"])
+    training, settings = kept["training"], kept["settings"]
+    assert training["bytes_seen"] == training["steps"] * settings["batch"] * settings["length"]
+    curve = training["loss_curve"]
+    assert 10 < len(curve) <= 200
+    assert curve[-1]["step"] == training["steps"]
+    assert curve[-1]["bits_per_byte"] < curve[0]["bits_per_byte"]
+    held = kept["held_out"]
+    assert held["bf16_rounded"] == pytest.approx(held["fp32"], abs=0.01)
+    assert held["fp32"] < BITS_BOUND
+    assert set(kept["sample"]) == {"file", "prompt", "greedy", "temperature_0.7"}
+    assert len(kept["sample"]["greedy"]) > 100
+    assert set(kept["machine"]) == {"device", "torch", "transformers"}
+
+
+def test_one_corpus_for_all_models() -> None:
+    assert len({json.dumps(record(rule)["data"], sort_keys=True) for rule in FOLDERS}) == 1
+
+
+def test_the_readme_holds_the_table(script: ModuleType) -> None:
+    assert script.table() in (EXAMPLES / "README.md").read_text("utf-8")
+
+
+def test_the_script_knows_the_folders(script: ModuleType) -> None:
+    assert {rule: made.folder for rule, made in script.RULES.items()} == FOLDERS
+
+
+@rules
+def test_the_script_makes_the_kept_configuration(rule: str, script: ModuleType) -> None:
+    made = script.RULES[rule].config().to_dict()
+    kept = transformers.AutoConfig.from_pretrained(folder(rule)).to_dict()
+    written = {"architectures", "dtype", "transformers_version", "_name_or_path"}
+    for key in made.keys() - written:
+        assert kept[key] == made[key], key
+
+
+def test_the_library_is_read_as_text(script: ModuleType, tmp_path: Path) -> None:
+    files = {
+        "a.py": b"import os\n" * 9,
+        "site-packages/b.py": b"import os\n",
+        "encodings/c.py": b"import os\n",
+        "_sysconfigdata__linux.py": b"import os\n",
+        "d.txt": b"\xff\xfe not text",
+        "e.txt": b"0.1 0.2 0.3 0.4\n" * 9,
+        "f.bin": b"import os\n",
+        "pydoc_data/topics.py": b"# made\ntopics = {'with': 'The with statement.\\n'}\n",
+    }
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    corpus = script.read_library(tmp_path)
+    assert corpus.texts == {
+        "a.py": files["a.py"],
+        "pydoc_data/topics.py:with": b"The with statement.\n",
+    }
+    script.pack(corpus, tmp_path / "corpus.zip")
+    again = script.unpack(tmp_path / "corpus.zip")
+    assert again == corpus
+    assert again.digest() == corpus.digest()
+
+
+def test_the_split_holds_whole_files_out(script: ModuleType) -> None:
+    names = [f"folder/file{number}.py" for number in range(2000)] + ["heapq.py", "textwrap.py"]
+    training, held = script.Corpus("3.11.7", {name: b"x" for name in names}).split()
+    assert {"heapq.py", "textwrap.py"} <= held.keys()
+    assert training.keys() | held.keys() == set(names)
+    assert not training.keys() & held.keys()
+    assert 0.03 < len(held) / len(names) < 0.07
+
+
+def test_quick_kda_is_the_stock_rule(script: ModuleType) -> None:
+    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 128, 2, 16)] * 4 + [(2, 128, 2)]
+    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+    def outcome(rule: Any, **options: Any) -> list[torch.Tensor]:
+        query, key, value, gate, beta = inputs
+        decay = -torch.nn.functional.softplus(gate)
+        output, _ = rule(query, key, value, g=decay, beta=beta.sigmoid(), **options)
+        weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+        return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+
+    stock = outcome(chunk_kimi_delta_attention, use_qk_l2norm_in_kernel=True)
+    for ours, theirs in zip(outcome(script.chunked_kda), stock, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
