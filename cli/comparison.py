@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from replayssm.adapters.transformers import Handle
+import torch
+from transformers import PreTrainedModel
+
 from replayssm.cli import decode
 from replayssm.cli.decode import Decoded, Settings, TextModel
 from replayssm.cli.errors import CommandError
@@ -101,31 +104,25 @@ def compare(
     texts = prompt_texts()
     prompts = {name: text_model.encode(text) for name, text in texts.items()}
     model, first = text_model.model, next(iter(prompts.values()))
-    plain = Settings(new_tokens)
-    speculative = Settings(new_tokens, draft_tokens=config.resolved_max_draft - 1)
-
-    with decode.replaying(model, config) as handle:  # Refuses before the work rather than after it.
-        layers, rule = handle.describe(), handle.mixers[0].scan.rule.value
-
-    def runs(settings: Settings, handle: Handle | None = None) -> list[Decoded]:
-        decode.decode(model, first, WARM_UP, handle)
-        return [decode.decode(model, p, settings, handle, on_step=on_step) for p in prompts.values()]
-
-    refusal = decode.speculation_refusal(model, first)
-    conventional = runs(plain)
     with decode.replaying(model, config) as handle:
-        replay = runs(plain, handle)
-        speculation = runs(speculative, handle)
-    ways = {
-        Way(CONVENTIONAL): conventional,
-        Way(REPLAY, window=config.window): replay,
-        Way(SPECULATION, config.resolved_max_draft, config.window): speculation,
-    }
+        layers, rule = handle.describe(), handle.mixers[0].scan.rule.value
+        decode.decode(model, first, WARM_UP, handle)
+    decode.decode(model, first, WARM_UP)
+    refusal = decode.speculation_refusal(model, first)
+
+    ways = [
+        Way(CONVENTIONAL),
+        Way(REPLAY, window=config.window),
+        Way(SPECULATION, config.resolved_max_draft, config.window),
+    ]
+    # Prompt by prompt, so that whatever else the machine does slows all ways alike.
+    each = [_runs(model, prompt, ways, new_tokens, config, on_step) for prompt in prompts.values()]
+    by_way = dict(zip(ways, zip(*each, strict=True), strict=True))
     rows, differences = [], []
-    for way, decoded in ways.items():
-        found = list(_differences(text_model.name, way.decoding, list(prompts), decoded, conventional))
+    for way, runs in by_way.items():
+        found = list(_differences(text_model.name, way.decoding, list(prompts), runs, by_way[ways[0]]))
         equal = None if way.window is None else not found
-        rows.append(make_row(text_model.name, rule, way, list(prompts), decoded, equal))
+        rows.append(make_row(text_model.name, rule, way, list(prompts), runs, equal))
         differences += found
     return Comparison(
         text_model.name,
@@ -133,10 +130,27 @@ def compare(
         rows,
         refusal,
         next(iter(texts.values())),
-        text_model.text(conventional[0].tokens),
-        {way.decoding: decoded[0] for way, decoded in ways.items()},
+        text_model.text(each[0][0].tokens),
+        {way.decoding: runs[0] for way, runs in by_way.items()},
         differences,
     )
+
+
+def _runs(
+    model: PreTrainedModel,
+    prompt: torch.Tensor,
+    ways: Sequence[Way],
+    new_tokens: int,
+    config: ReplayConfig,
+    on_step: Callable[[int], None],
+) -> list[Decoded]:
+    """One prompt, in each way."""
+    runs = []
+    for way in ways:
+        settings = Settings(new_tokens, draft_tokens=way.draft - 1)
+        with nullcontext() if way.window is None else decode.replaying(model, config) as handle:
+            runs.append(decode.decode(model, prompt, settings, handle, on_step=on_step))
+    return runs
 
 
 def token_count(models: int, new_tokens: int) -> int:
