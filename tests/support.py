@@ -197,10 +197,10 @@ class Bound:
     """Magnitudes met so far, and the errors that they allow."""
 
     layer: LayerBuffers
-    row_norm: float = 1.0
-    value: float = 1.0
-    query: float = 1.0
-    output: float = 1.0
+    row_norm: float = 0.0
+    value: float = 0.0
+    query: float = 0.0
+    output: float = 0.0
     flushes: int = 0
 
     def see(self, S: torch.Tensor, token: dict[str, torch.Tensor], y: torch.Tensor) -> None:
@@ -211,6 +211,7 @@ class Bound:
             self.query = max(self.query, token["C"].float().norm(dim=-1).max().item())
             self.value = max(self.value, token["x"].abs().max().item())
         else:
+            self.query = geo.key_dim**-0.5
             self.value = max(self.value, token["v"].abs().max().item())
 
     @property
@@ -233,7 +234,7 @@ class Bound:
         act = self.layer.layout.activation_dtype
         rounded = self.output
         if self.layer.layout.geometry.rule != "mamba2":
-            rounded += self.layer.layout.window * (self.value + self.row_norm)  # the recorded u
+            rounded += self.query * self.layer.layout.window * (self.value + self.row_norm)  # recorded u
         low = 0.0 if act is torch.float32 else unit_roundoff(act) * rounded
         return self._terms * EPS * products + self.query * self._stored + low
 

@@ -52,6 +52,7 @@ def test_pads_and_repeated_pads(rule: str) -> None:
     walk.hand_out(0, 1)
     walk.step([0, 1], [3, 2])
     layer = walk.layers[0]
+    layer.state[2:] = 7
     before = layer.state.clone()
     kernels.materialize(
         rule, [layer.state], [layer.rings], walk.cache.cursors.start, ints([3, 3, 3, 2]),
