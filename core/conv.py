@@ -80,19 +80,23 @@ class ConvWindow:
             write_rows(inputs, slots, zeros, slots >= 0)
 
     def resize(self, reach: int) -> None:
-        """Allow for longer steps, keeping the window and what was written behind it."""
+        """Allow for longer steps.
+
+        All committed inputs that can be taken back are kept, and of drafts that were written behind them
+        as many as there are new rows.
+        """
         rows = self.width + reach
         if rows < self.rows:
             raise ValueError(f"a convolution window can only grow: {self.rows} rows to {rows}")
-        order = torch.arange(self.rows, device=self.end.device)
-        unrolled = (self.end.long()[:, None] - self.width + order) % self.rows
+        order = torch.arange(-self.rows, min(rows - self.rows, self.rows), device=self.end.device)
+        unrolled = (self.end.long()[:, None] + order) % self.rows
         every = torch.arange(self.end.shape[0], device=self.end.device)[:, None]
         for layer, inputs in enumerate(self.inputs):
             grown = inputs.new_zeros(inputs.shape[0], rows, inputs.shape[2])
-            grown[:, : self.rows] = inputs[every, unrolled]
+            grown[:, : len(order)] = inputs[every, unrolled]
             self.inputs[layer] = grown
+        self.end = torch.full_like(self.end, self.rows % rows)
         self.rows = rows
-        self.end = torch.full_like(self.end, self.width)
 
     def _move(self, slots: torch.Tensor, by: torch.Tensor) -> None:
         end = (self.end[slots.clamp(min=0).long()] + by) % self.rows

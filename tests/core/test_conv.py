@@ -168,6 +168,18 @@ def test_growth() -> None:
         plain.window.resize(8)
 
 
+@pytest.mark.parametrize("reach", [4, 5, 8, 20])
+def test_growth_keeps_what_can_be_taken_back(reach: int) -> None:
+    plain = Plain(make())
+    for _ in range(3):
+        plain.step([0, 1, 2], 4, [3, 4, 1])
+    plain.window.resize(reach)
+    plain.rollback(1, 4)
+    plain.check()
+    plain.step([0, 1, 2], 4, [0, 4, 2])
+    plain.check()
+
+
 Moves = st.lists(
     st.tuples(st.integers(0, 4), st.lists(st.integers(0, 4), min_size=3, max_size=3), st.integers(0, 4)),
     max_size=12,
