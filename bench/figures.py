@@ -1,0 +1,108 @@
+"""Write the figures of README and docs from recorded results, so that none is typed.
+
+A document marks a place with `<!-- figures:NAME -->` and `<!-- /figures -->`; what lies between is
+replaced. NAME is a topic, whose newest file in `bench/results` is read, or `plan`.
+
+    python bench/figures.py            # rewrite
+    python bench/figures.py --check    # status 1 where a document is not what this would write
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from replayssm.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PLANNED = "Nemotron-3-Super-120B-A12B"
+PLAN = ["plan", "--model", PLANNED, "--window", "16", "--precision", "fp32"]
+MARKED = re.compile(r"(<!-- figures:(\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+
+
+def newest(topic: str, results: Path = RESULTS) -> Path:
+    """The result file of a topic with the latest date in its name."""
+    dated = re.compile(rf"{re.escape(topic)}-[^-]+-(\d{{4}}-\d\d-\d\d)\.json")
+    found = {match[1]: path for path in results.iterdir() if (match := dated.fullmatch(path.name))}
+    return found[max(found)]
+
+
+def e2e_transformers() -> str:
+    """The demo's table."""
+    path = newest("e2e-transformers")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    models: dict[str, dict[str, Any]] = {}
+    for row in record["rows"]:
+        models.setdefault(row["model"], {})[row["decoding"]] = row
+    lines = [
+        "| model | tokens | state bytes: replay | replay + speculation | drafts accepted a round |"
+        " tokens/s on a CPU thread: conventional, replay, replay + speculation |",
+        "|---|---|---|---|---|---|",
+        *(_model_line(model, *ways.values()) for model, ways in models.items()),
+    ]
+    first = record["rows"][0]
+    source = path.relative_to(ROOT).as_posix()
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
+    return "\n".join(lines) + (
+        f"\n\nState bytes are those read and written per token, as a share of conventional decoding's. "
+        f"{len(first['prompts'])} prompts a model, fp32, greedy, L = {record['rows'][1]['window']}. From "
+        f"[{Path(source).name}]({source}): `{record['command']}` on {record['date']}; "
+        f"{record['machine']}; {versions}; commit {record['commit'][:12]}.\n"
+    )
+
+
+def _model_line(model: str, conventional: Any, replay: Any, speculation: Any) -> str:
+    equal = "equal" if replay["tokens_equal"] and speculation["tokens_equal"] else "differ"
+    speeds = " / ".join(f"{row['tokens_per_s']:.0f}" for row in (conventional, replay, speculation))
+    drafts = f"{speculation['drafts_accepted']:.2f} of {speculation['drafts_proposed']:.2f}"
+    shares = " | ".join(f"{row['traffic_ratio']:.0%}" for row in (replay, speculation))
+    return (
+        f"| {model} ({conventional['rule']}) | {replay['tokens']} {equal} | {shares} | {drafts} | {speeds} |"
+    )
+
+
+def plan() -> str:
+    """What `replayssm plan` predicts for the model with a published figure."""
+    result = CliRunner().invoke(app, [*PLAN, "--json"])
+    report = json.loads(result.stdout)
+    ratio, head = report["traffic_per_step"]["ratio"], report["per_head_accounting"]
+    return (
+        f"`replayssm {' '.join(PLAN)}` predicts {ratio:.2f} of conventional decoding's bytes, least at "
+        f"L = {report['best_window']} ({report['best_window_ratio']:.2f}). In the accounting of the "
+        f"published figure, each head by itself with its own keys, it is {head['ratio']:.2f}, least at "
+        f"L = {head['best_window']}.\n"
+    )
+
+
+FIGURES: dict[str, Callable[[], str]] = {"e2e-transformers": e2e_transformers, "plan": plan}
+
+
+def rewrite(text: str) -> str:
+    """A document's text with every marked place filled in."""
+    return MARKED.sub(lambda place: f"{place[1]}{FIGURES[place[2]]()}{place[3]}", text)
+
+
+def documents() -> list[Path]:
+    """README and the pages of docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+
+def main() -> int:
+    """Rewrite, or check."""
+    stale = [path for path in documents() if path.read_text("utf-8") != rewrite(path.read_text("utf-8"))]
+    for path in stale:
+        print(path.relative_to(ROOT))
+        if "--check" not in sys.argv:
+            path.write_text(rewrite(path.read_text("utf-8")), encoding="utf-8")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
