@@ -13,4 +13,4 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet install)
 # The build backend lives in the environment, so that relinking and the wheel test need no network.
 "${pip[@]}" -c ci/constraints.txt setuptools wheel
 "${pip[@]}" -c ci/constraints.txt --no-build-isolation \
-    --config-settings editable_mode=strict -e '.[transformers,plot,dev]'
+    --config-settings editable_mode=strict -e '.[transformers,plot,triton,dev]'

@@ -1,10 +1,16 @@
-"""Shared by all tests: `gpu` tests skip without a GPU, property tests ignore the clock."""
+"""Shared by all tests: `gpu` tests skip without a GPU, Triton interprets there, property tests ignore the
+clock.
+"""
 
 import os
 
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # Read when Triton's kernels are defined, so before any test imports them.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)

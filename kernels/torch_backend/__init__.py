@@ -17,8 +17,8 @@ from replayssm.kernels.torch_backend import delta, mamba2
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
-def unavailable() -> str | None:
-    """Why this backend cannot run here: it always can."""
+def unavailable(device_type: str) -> str | None:
+    """Why this backend cannot run on a device: it always can."""
     return None
 
 

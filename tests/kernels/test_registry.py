@@ -49,10 +49,10 @@ def test_a_backend_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backend_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own reason is the message; `auto` passes over it."""
-    monkeypatch.setattr(torch_backend, "unavailable", lambda: "no such device today")
+    monkeypatch.setattr(torch_backend, "unavailable", lambda device: "no such device today")
     with pytest.raises(BackendUnavailable, match="backend 'torch' cannot run on cpu: no such device today"):
         registry.resolve("torch", CPU)
-    monkeypatch.setattr(registry, "PREFERENCE", ("torch",))
+    monkeypatch.setattr(registry, "PREFERENCE", {"cpu": ("torch",)})
     with pytest.raises(BackendUnavailable, match="no backend can run on cpu"):
         registry.resolve("auto", CPU)
 
@@ -70,11 +70,11 @@ def test_auto_takes_the_first_that_can_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cannot, can = ModuleType("cannot"), ModuleType("can")
-    cannot.unavailable, can.unavailable = (lambda: "needs a GPU"), (lambda: None)
+    cannot.unavailable, can.unavailable = (lambda device: "needs a GPU"), (lambda device: None)
     monkeypatch.setitem(sys.modules, "cannot", cannot)
     monkeypatch.setitem(sys.modules, "can", can)
     monkeypatch.setattr(registry, "BACKENDS", {"triton": "cannot", "torch": "can"})
-    monkeypatch.setattr(registry, "PREFERENCE", ("flashinfer", "triton", "torch"))
+    monkeypatch.setattr(registry, "PREFERENCE", {"cpu": ("flashinfer", "triton", "torch")})
     with caplog.at_level(logging.INFO, logger="replayssm"):
         assert registry.resolve("auto", CPU) is can
     assert "chose torch on cpu" in caplog.text

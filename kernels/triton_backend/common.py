@@ -1,0 +1,97 @@
+"""Device functions that the kernels of all rules share: rows, cursors, gates, roundings."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locate(state_indices, ring_indices, pad_slot, b, HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr):
+    """State slot and ring slot of row `b` as int64, and whether the row is a sequence."""
+    slot = b.to(tl.int64)
+    if HAS_STATE:
+        slot = tl.load(state_indices + b).to(tl.int64)
+    ring = slot
+    if HAS_RING:
+        ring = tl.load(ring_indices + b).to(tl.int64)
+    live = (slot >= 0) & (slot != pad_slot) & (ring >= 0)
+    return slot, ring, live
+
+
+@triton.jit
+def extent(lens, b, T, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr):
+    """First packed token of row `b` (0 where dense) and its tokens, both int32."""
+    first = b * 0
+    count = b * 0 + T
+    if VARLEN:
+        first = tl.load(lens + b).to(tl.int32)
+        count = tl.minimum(tl.load(lens + b + 1).to(tl.int32) - first, T)
+    elif HAS_LENS:
+        count = tl.minimum(tl.load(lens + b).to(tl.int32), T)
+    return first, count
+
+
+@triton.jit
+def softplus(x):
+    """`log(1 + e^x)` to fp32's precision on both sides."""
+    y = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + y
+    small = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, small)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def store_rounded(pointer, value, mask):
+    """One rounding to the pointer's dtype; fp16 saturates at its largest finite value."""
+    if pointer.dtype.element_ty == tl.float16:
+        value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
+    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def bf16_dot(a, b, total, INTERPRET: tl.constexpr):
+    """`total + a @ b` of bf16 operands, accumulated in fp32.
+
+    The interpreter knows bf16 only by its bits, so there the operands are widened: their products are
+    exact in fp32 as they are in a tensor core.
+    """
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    else:
+        return tl.dot(a, b, total)
+
+
+@triton.jit
+def state_dot(S, X_t, X_raw_t, SPLIT: tl.constexpr, INTERPRET: tl.constexpr):
+    """`S @ X_t` at fp32 grade: the state in two bf16 terms where `X` is bf16, else tf32x3."""
+    if SPLIT:
+        high = S.to(tl.bfloat16)
+        low = (S - high.to(tl.float32)).to(tl.bfloat16)
+        total = tl.zeros([S.shape[0], X_t.shape[1]], tl.float32)
+        total = bf16_dot(low, X_raw_t, total, INTERPRET)
+        return bf16_dot(high, X_raw_t, total, INTERPRET)
+    else:
+        return tl.dot(S, X_t, input_precision="tf32x3")
+
+
+@triton.jit
+def ancestry(parents, b, T, BT: tl.constexpr, TREE: tl.constexpr):
+    """`[BT, BT]` bool, `[s, j]`: token `j` is `s` or an ancestor of `s`; a chain without `TREE`."""
+    s = tl.arange(0, BT)
+    j = tl.arange(0, BT)
+    if TREE:
+        parents += b * T
+        found = j[None, :] == s[:, None]
+        at = tl.load(parents + s, mask=s < T, other=-1).to(tl.int32)
+        for _ in range(T):
+            found = found | (j[None, :] == at[:, None])
+            at = tl.load(parents + tl.maximum(at, 0), mask=at >= 0, other=-1).to(tl.int32)
+        return found
+    else:
+        return j[None, :] <= s[:, None]

@@ -1,0 +1,452 @@
+"""Triton kernels of the delta rules, GDN and KDA.
+
+`decode` serves one token a row on plain fp32 lanes; `verify` serves several, chains and trees, with the
+checkpoint read once for all queries and keys. Both append the records, and fold the history of the rows
+that must flush: `u` is solved for again from the raw records, in fp32, whatever it was recorded in.
+
+Letters as in `replayssm.kernels.torch_backend.delta`; `B*` is a block of a dimension.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from replayssm.kernels.triton_backend.common import (
+    ancestry,
+    bf16_dot,
+    extent,
+    locate,
+    sigmoid,
+    softplus,
+    state_dot,
+    store_rounded,
+)
+
+
+@triton.jit
+def gate_decay(g, A_log, dt_bias, lower_bound, hv, k, in_k, K,
+               PER_CHANNEL: tl.constexpr, RAW: tl.constexpr, HAS_BIAS: tl.constexpr,
+               BOUNDED: tl.constexpr):  # fmt: skip
+    """The log-decay of head `hv`, fp32, from the finished value or the raw gate input `g`."""
+    if RAW:
+        if HAS_BIAS:
+            if PER_CHANNEL:
+                g += tl.load(dt_bias + hv * K + k, mask=in_k, other=0.0).to(tl.float32)
+            else:
+                g += tl.load(dt_bias + hv).to(tl.float32)
+        rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
+        g = lower_bound * sigmoid(rate * g) if BOUNDED else -rate * softplus(g)
+    return g
+
+
+@triton.jit
+def along_k(x):
+    """Sum of `[rows, NK, KI]` over the key dimension, `[rows]`.
+
+    The key dimension is cut in two so that a thread adds most of it up before threads exchange sums.
+    """
+    return tl.sum(tl.sum(x, 1), 1)
+
+
+@triton.jit
+def prepare_fold(k_ring, g_ring, beta_ring, start, count, R, K, BK: tl.constexpr, BL: tl.constexpr,
+                 PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr):  # fmt: skip
+    """What folding one head's first `count <= BL` records needs, the same for all value rows.
+
+    A log-decay between two records is summed over just the records between them.
+
+    Returns:
+        `M [BL, BL]` of `(I + M) U = beta (v - S0 reading)`, `beta [BL]`, `reading [BL, BK]`, the keys
+        decayed from the checkpoint, `writing [BL, BK]`, the keys decayed to the end, and the decay of
+        the checkpoint, `[BK]`.
+    """
+    j = tl.arange(0, BL)
+    ki = tl.arange(0, BK)
+    in_k = ki < K
+    applied = j < count
+    row = (start + j) % R
+    inside = applied[:, None] & in_k[None, :]
+    beta = tl.load(beta_ring + row, mask=applied, other=0.0)
+    keys = tl.load(k_ring + row[:, None] * K + ki[None, :], mask=inside, other=0.0).to(tl.float32)
+    if L2NORM:
+        keys *= tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)[:, None]
+    upto = (j[None, :] <= j[:, None]).to(tl.float32)
+    if PER_CHANNEL:
+        g_old = tl.load(g_ring + row[:, None] * K + ki[None, :], mask=inside, other=0.0)
+        M = tl.zeros([BL, BL], tl.float32)
+        between = tl.zeros([BL, BK], tl.float32)
+        for s in range(1, count):
+            here = (start + s) % R
+            g_s = tl.load(g_ring + here * K + ki, mask=in_k, other=0.0)
+            between += tl.where(j < s, 1.0, 0.0)[:, None] * g_s[None, :]
+            key = tl.sum(tl.where((j == s)[:, None], keys, 0.0), 0)
+            scores = tl.load(beta_ring + here) * tl.sum(keys * tl.exp(between) * key[None, :], 1)
+            M += tl.where((j == s)[:, None] & (j < s)[None, :], scores[None, :], 0.0)
+        reading = keys * tl.exp(tl.dot(upto, g_old, input_precision="tf32x3"))
+        writing = keys * tl.exp(later_sum(g_old, BL))
+        total = tl.exp(tl.sum(g_old, 0))
+    else:
+        g_old = tl.load(g_ring + row, mask=applied, other=0.0)
+        after = tl.where(j[:, None] > j[None, :], g_old[:, None], 0.0)
+        between = tl.exp(tl.dot(upto, after, input_precision="tf32x3"))
+        scores = tl.dot(keys, tl.trans(keys), input_precision="tf32x3")
+        M = tl.where(j[None, :] < j[:, None], beta[:, None] * between * scores, 0.0)
+        reading = keys * tl.exp(tl.cumsum(g_old, 0))[:, None]
+        writing = keys * tl.exp(tl.sum(after, 0))[:, None]
+        total = tl.exp(tl.sum(g_old, 0)) + tl.zeros([BK], tl.float32)
+    return M, beta, reading, writing, total
+
+
+@triton.jit
+def later_sum(g, BL: tl.constexpr):
+    """`[BL, BK]`, for each record the sum of `g [BL, BK]` over the records behind it."""
+    j = tl.arange(0, BL)
+    return tl.dot((j[None, :] > j[:, None]).to(tl.float32), g, input_precision="tf32x3")
+
+
+@triton.jit
+def fold_rows(source, target, M, beta, reading, writing, total, v_ring, start, count, R, vi, V, K,
+              BK: tl.constexpr, BL: tl.constexpr):  # fmt: skip
+    """Value rows `vi` of the state `[V, K]` at `source` after the prepared records, to `target`."""
+    j = tl.arange(0, BL)
+    ki = tl.arange(0, BK)
+    at = vi[:, None] * K + ki[None, :]
+    in_v = vi < V
+    inside = in_v[:, None] & (ki < K)[None, :]
+    S = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    row = (start + j) % R
+    v_old = tl.load(v_ring + row[None, :] * V + vi[:, None],
+                    mask=(j < count)[None, :] & in_v[:, None], other=0.0)  # fmt: skip
+    read = tl.dot(S, tl.trans(reading), input_precision="tf32x3")
+    rest = beta[None, :] * (v_old.to(tl.float32) - read)
+    U = tl.zeros_like(rest)
+    for s in range(0, count):
+        here = (j == s)[None, :]
+        u_s = tl.sum(tl.where(here, rest, 0.0), 1)
+        U = tl.where(here, u_s[:, None], U)
+        rest -= u_s[:, None] * tl.sum(tl.where(here, M, 0.0), 1)[None, :]
+    S = tl.dot(U, writing, S * total[None, :], input_precision="tf32x3")
+    store_rounded(target + at, S, inside)
+
+
+@triton.jit
+def decode(
+    state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len,
+    q, k, v, g, beta, out, A_log, dt_bias, lower_bound, scale,
+    state_indices, ring_indices, pad_slot, lens,
+    s_state, s_u, h_u, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta,
+    b_q, b_k, b_v, b_g, b_beta, b_out, t_q, t_k, t_v, t_g, t_beta, t_out,
+    R, L,
+    HV: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    BV: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    NK: tl.constexpr, KI: tl.constexpr, BL: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr,
+    RAW: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """One token a row. A program serves `TILES` value tiles of a head, their loads in a pipeline.
+
+    Grid: (parts of all heads, rows).
+    """
+    PARTS: tl.constexpr = ((V + BV - 1) // BV + TILES - 1) // TILES
+    hv, part, b = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    h = hv // (HV // H)
+    v_first = part * TILES * BV
+    vb = tl.arange(0, BV)
+    kc = tl.arange(0, NK)[:, None] * KI + tl.arange(0, KI)[None, :]
+    in_k = kc < K
+    slot, ring, live = locate(state_indices, ring_indices, pad_slot, b, HAS_STATE, HAS_RING)
+    first, count = extent(lens, b, 1, HAS_LENS, VARLEN)
+    b64, first = b.to(tl.int64), first.to(tl.int64)
+    out_row = out + b64 * b_out + first * t_out + hv * V
+    if (not live) | (count < 1):
+        if not VARLEN:
+            for i in range(TILES):
+                vi = v_first + i * BV + vb
+                tl.store(out_row + vi, tl.zeros([BV], out.dtype.element_ty), mask=vi < V)
+        return
+
+    start, hist = tl.load(ring_start + ring), tl.load(hist_len + ring)
+    k_raw = tl.load(k + b64 * b_k + first * t_k + h * K + kc, mask=in_k, other=0.0)
+    q_new = tl.load(q + b64 * b_q + first * t_q + h * K + kc, mask=in_k, other=0.0).to(tl.float32)
+    beta_new = tl.load(beta + b64 * b_beta + first * t_beta + hv).to(tl.float32)
+    if PER_CHANNEL:
+        g_new = tl.load(g + b64 * b_g + first * t_g + hv * K + kc, mask=in_k, other=0.0).to(tl.float32)
+    else:
+        g_new = tl.load(g + b64 * b_g + first * t_g + hv).to(tl.float32)
+    g_new = gate_decay(g_new, A_log, dt_bias, lower_bound, hv, kc, in_k, K,
+                       PER_CHANNEL, RAW, HAS_BIAS, BOUNDED)  # fmt: skip
+    if RAW:
+        beta_new = sigmoid(beta_new)
+    k_new = k_raw.to(tl.float32)
+    if L2NORM:
+        k_new *= tl.rsqrt(tl.sum(tl.sum(k_new * k_new, 0), 0) + 1e-6)
+        q_new *= tl.rsqrt(tl.sum(tl.sum(q_new * q_new, 0), 0) + 1e-6)
+    q_new *= scale
+
+    u_ring, v_ring = u_cache + ring * s_u + hv * h_u, v_cache + ring * s_v + hv * h_v
+    k_ring, g_ring = k_cache + ring * s_k + h * h_k, g_cache + ring * s_g + hv * h_g
+    beta_ring = beta_cache + ring * s_beta + hv * h_beta
+    j = tl.arange(0, BL)
+    past = j < hist
+    row = (start + j) % R
+    # Log-decays are summed over the records behind each one, never as differences of sums.
+    if PER_CHANNEL:
+        ki = tl.arange(0, NK * KI)
+        old = past[:, None] & (ki < K)[None, :]
+        k_old = tl.load(k_ring + row[:, None] * K + ki[None, :], mask=old, other=0.0).to(tl.float32)
+        g_old = tl.load(g_ring + row[:, None] * K + ki[None, :], mask=old, other=0.0)
+        weight = past.to(tl.float32)
+        if L2NORM:
+            weight *= tl.rsqrt(tl.sum(k_old * k_old, 1) + 1e-6)
+        k_old *= tl.exp(later_sum(g_old, BL))
+        k_read, q_read = k_new * tl.exp(g_new), q_new * tl.exp(g_new)
+        score_k = weight * tl.sum(k_old * tl.reshape(k_read, (1, NK * KI)), 1)
+        score_q = weight * tl.sum(k_old * tl.reshape(q_read, (1, NK * KI)), 1)
+        total = tl.reshape(tl.exp(tl.sum(g_old, 0)), (NK, KI))
+        k_read, q_read = k_read * total, q_read * total
+    else:
+        old = past[:, None, None] & in_k[None, :, :]
+        k_old = tl.load(k_ring + row[:, None, None] * K + kc[None, :, :], mask=old, other=0.0)
+        k_old = k_old.to(tl.float32)
+        later = tl.load(g_ring + (start + j + 1) % R, mask=j + 1 < hist, other=0.0)
+        oldest = tl.sum(tl.load(g_ring + row, mask=past & (j == 0), other=0.0), 0)
+        weight = tl.exp(tl.cumsum(later, 0, reverse=True) + g_new)
+        if L2NORM:
+            weight *= tl.rsqrt(along_k(k_old * k_old) + 1e-6)
+        total = tl.exp(oldest + tl.sum(later, 0) + g_new)
+        k_read, q_read = k_new * total, q_new * total
+        score_k = weight * along_k(k_old * k_new[None, :, :])
+        score_q = weight * along_k(k_old * q_new[None, :, :])
+    own = tl.sum(tl.sum(k_new * q_new, 0), 0)
+    new = (start + hist) % R
+    if part == 0:
+        tl.store(beta_ring + new, beta_new)
+        if PER_CHANNEL:
+            tl.store(g_ring + new * K + kc, g_new, mask=in_k)
+        else:
+            tl.store(g_ring + new, g_new)
+        if hv % (HV // H) == 0:
+            tl.store(k_ring + new * K + kc, k_raw, mask=in_k)
+
+    S_head = state + slot * s_state + hv * (V * K) + vb[:, None, None] * K + kc[None, :, :]
+    for i in tl.range(0, TILES, num_stages=STAGES):
+        vi = v_first + i * BV + vb
+        in_v = vi < V
+        in_tile = in_v[:, None, None] & in_k[None, :, :]
+        S = tl.load(S_head + (v_first + i * BV) * K, mask=in_tile, other=0.0).to(tl.float32)
+        u_old = tl.load(u_ring + row[:, None] * V + vi[None, :],
+                        mask=past[:, None] & in_v[None, :], other=0.0).to(tl.float32)  # fmt: skip
+        v_raw = tl.load(v + b64 * b_v + first * t_v + hv * V + vi, mask=in_v, other=0.0)
+        recalled = along_k(S * k_read[None, :, :]) + tl.sum(u_old * score_k[:, None], 0)
+        u_new = beta_new * (v_raw.to(tl.float32) - recalled)
+        o = along_k(S * q_read[None, :, :]) + tl.sum(u_old * score_q[:, None], 0) + own * u_new
+        store_rounded(out_row + vi, o, in_v)
+        store_rounded(u_ring + new * V + vi, u_new, in_v)
+        tl.store(v_ring + new * V + vi, v_raw, mask=in_v)
+
+    if hist + 1 > L:
+        M, beta_old, reading, writing, faded = prepare_fold(
+            k_ring, g_ring, beta_ring, start, hist, R, K, NK * KI, BL, PER_CHANNEL, L2NORM
+        )
+        S_start = state + slot * s_state + hv * (V * K)
+        for i in range(TILES):
+            fold_rows(S_start, S_start, M, beta_old, reading, writing, faded, v_ring, start, hist, R,
+                      v_first + i * BV + vb, V, K, NK * KI, BL)  # fmt: skip
+
+
+@triton.jit
+def verify(
+    state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len,
+    q, k, v, g, beta, out, A_log, dt_bias, lower_bound, scale,
+    state_indices, ring_indices, pad_slot, lens, parents,
+    s_state, s_u, h_u, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta,
+    b_q, b_k, b_v, b_g, b_beta, b_out, t_q, t_k, t_v, t_g, t_beta, t_out,
+    R, L, T,
+    HV: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    BV: tl.constexpr, NK: tl.constexpr, KI: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr,
+    RAW: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr,
+    TREE: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Up to `T <= BT` tokens a row, chains or trees. Grid: (value tiles of all heads, rows)."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    hv, tile, b = tl.program_id(0) // NV, tl.program_id(0) % NV, tl.program_id(1)
+    h = hv // (HV // H)
+    vi = tile * BV + tl.arange(0, BV)
+    BK: tl.constexpr = NK * KI
+    ki = tl.arange(0, BK)
+    t = tl.arange(0, BT)
+    in_v, in_k = vi < V, ki < K
+    slot, ring, live = locate(state_indices, ring_indices, pad_slot, b, HAS_STATE, HAS_RING)
+    first, count = extent(lens, b, T, HAS_LENS, VARLEN)
+    b64, first = b.to(tl.int64), first.to(tl.int64)
+    count = tl.where(live, count, 0)
+    token = first + t
+    is_token = t < count
+    out_tile = out + b64 * b_out + token[:, None] * t_out + hv * V + vi[None, :]
+    if count < 1:
+        if not VARLEN:
+            nothing = tl.zeros([BT, BV], out.dtype.element_ty)
+            tl.store(out_tile, nothing, mask=(t < T)[:, None] & in_v[None, :])
+        return
+
+    S_tile = state + slot * s_state + hv * (V * K) + vi[:, None] * K + ki[None, :]
+    in_tile = in_v[:, None] & in_k[None, :]
+    S = tl.load(S_tile, mask=in_tile, other=0.0).to(tl.float32)
+
+    # Keys and queries of the step as one operand: rows 0..BT-1 are keys, BT..2BT-1 queries.
+    start, hist = tl.load(ring_start + ring), tl.load(hist_len + ring)
+    r = tl.arange(0, 2 * BT)
+    is_key = r < BT
+    at = first + r % BT
+    x_row = tl.where(is_key, k + b64 * b_k + at * t_k + h * K, q + b64 * b_q + at * t_q + h * K)
+    X_raw = tl.load(x_row[:, None] + ki[None, :], mask=(r % BT < count)[:, None] & in_k[None, :], other=0.0)
+    X = X_raw.to(tl.float32)
+    x_norm = tl.where(is_key, 1.0, scale)
+    if L2NORM:
+        x_norm *= tl.rsqrt(tl.sum(X * X, 1) + 1e-6)
+
+    beta_new = tl.load(beta + b64 * b_beta + token * t_beta + hv, mask=is_token, other=0.0).to(tl.float32)
+    if RAW:
+        beta_new = tl.where(is_token, sigmoid(beta_new), 0.0)
+    ancestors = ancestry(parents, b64, T, BT, TREE) & is_token[:, None] & is_token[None, :]
+
+    u_ring = u_cache + ring * s_u + hv * h_u
+    k_ring = k_cache + ring * s_k + h * h_k
+    g_ring = g_cache + ring * s_g + hv * h_g
+    v_ring = v_cache + ring * s_v + hv * h_v
+    beta_ring = beta_cache + ring * s_beta + hv * h_beta
+    j = tl.arange(0, BL)
+    past = j < hist
+    row = (start + j) % R
+    behind = (start + j + 1) % R
+    new_row = (start + hist + t) % R
+    k_old = tl.load(k_ring + row[:, None] * K + ki[None, :], mask=past[:, None] & in_k[None, :], other=0.0)
+    u_old = tl.load(u_ring + row[:, None] * V + vi[None, :], mask=past[:, None] & in_v[None, :], other=0.0)
+    u_old = u_old.to(tl.float32)
+    k_norm = past.to(tl.float32)
+    if L2NORM:
+        wide = k_old.to(tl.float32)
+        k_norm *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+
+    if PER_CHANNEL:
+        later = tl.load(g_ring + behind[:, None] * K + ki[None, :],
+                        mask=(j + 1 < hist)[:, None] & in_k[None, :], other=0.0)  # fmt: skip
+        oldest = tl.load(g_ring + start * K + ki, mask=ki < tl.where(hist > 0, K, 0), other=0.0)
+        path = tl.zeros([BT, BK], tl.float32)
+        for s in range(0, count):
+            g_s = tl.load(g + b64 * b_g + (first + s) * t_g + hv * K + ki, mask=in_k, other=0.0)
+            g_s = gate_decay(g_s.to(tl.float32), A_log, dt_bias, lower_bound, hv, ki, in_k, K,
+                             PER_CHANNEL, RAW, HAS_BIAS, BOUNDED)  # fmt: skip
+            on_path = tl.sum(tl.where((t == s)[None, :], ancestors.to(tl.float32), 0.0), 1)
+            path += on_path[:, None] * tl.where(in_k, g_s, 0.0)[None, :]
+            if tile == 0:
+                tl.store(g_ring + ((start + hist + s) % R) * K + ki, g_s, mask=in_k)
+        both = tl.reshape(tl.permute(tl.join(path, path), (2, 0, 1)), (2 * BT, BK))
+        X = X * x_norm[:, None]
+        X_path = X * tl.exp(both)
+        k_old = k_old.to(tl.float32) * k_norm[:, None] * tl.exp(tl.cumsum(later, 0, reverse=True))
+        score = tl.dot(X_path, tl.trans(k_old), input_precision="tf32x3")
+        X_path *= tl.exp(oldest + tl.sum(later, 0))[None, :]
+        SX = tl.dot(S, tl.trans(X_path), input_precision="tf32x3")
+    else:
+        later = tl.load(g_ring + behind, mask=j + 1 < hist, other=0.0)
+        oldest = tl.sum(tl.load(g_ring + row, mask=past & (j == 0), other=0.0), 0)
+        g_new = tl.load(g + b64 * b_g + token * t_g + hv, mask=is_token, other=0.0).to(tl.float32)
+        g_new = gate_decay(g_new, A_log, dt_bias, lower_bound, hv, ki, in_k, K,
+                           PER_CHANNEL, RAW, HAS_BIAS, BOUNDED)  # fmt: skip
+        g_new = tl.where(is_token, g_new, 0.0)
+        if tile == 0:
+            tl.store(g_ring + new_row, g_new, mask=is_token)
+        path = tl.sum(tl.where(ancestors, g_new[None, :], 0.0), 1)
+        both = tl.reshape(tl.permute(tl.join(path, path), (1, 0)), (2 * BT,))
+        fade = x_norm * tl.exp(both)
+        if SPLIT:
+            score = bf16_dot(X_raw, tl.trans(k_old), tl.zeros([2 * BT, BL], tl.float32), INTERPRET)
+        else:
+            score = tl.dot(X, tl.trans(k_old.to(tl.float32)), input_precision="tf32x3")
+        SX = state_dot(S, tl.trans(X), tl.trans(X_raw), SPLIT, INTERPRET)
+        score *= fade[:, None] * (k_norm * tl.exp(tl.cumsum(later, 0, reverse=True)))[None, :]
+        SX *= (fade * tl.exp(oldest + tl.sum(later, 0)))[None, :]
+        X = X * x_norm[:, None]
+    Y = SX + tl.dot(tl.trans(u_old), tl.trans(score), input_precision="tf32x3")
+
+    # Y's columns: what keys and queries read from the checkpoint and the history, [BV, 2, BT].
+    read_k, o = tl.split(tl.permute(tl.reshape(Y, (BV, 2, BT)), (0, 2, 1)))
+    keys, queries = tl.split(tl.permute(tl.reshape(X, (2, BT, BK)), (1, 2, 0)))
+    v_tile = v + b64 * b_v + token[None, :] * t_v + hv * V + vi[:, None]
+    v_raw = tl.load(v_tile, mask=is_token[None, :] & in_v[:, None], other=0.0)
+    rest = beta_new[None, :] * (v_raw.to(tl.float32) - read_k)
+    U = tl.zeros([BV, BT], tl.float32)
+    for s in range(0, count):
+        here = t == s
+        u_s = tl.sum(tl.where(here[None, :], rest, 0.0), 1)
+        U = tl.where(here[None, :], u_s[:, None], U)
+        key = tl.sum(tl.where(here[:, None], keys, 0.0), 0)
+        below = tl.sum(tl.where(here[None, :], ancestors.to(tl.float32), 0.0), 1) > 0.5
+        if PER_CHANNEL:
+            path_s = tl.sum(tl.where(here[:, None], path, 0.0), 0)
+            key_s = tl.exp(tl.where(below[:, None], path - path_s[None, :], 0.0)) * key[None, :]
+            to_k, to_q = tl.sum(keys * key_s, 1), tl.sum(queries * key_s, 1)
+        else:
+            path_s = tl.sum(tl.where(here, path, 0.0), 0)
+            fade_s = tl.exp(tl.where(below, path - path_s, 0.0))
+            to_k = tl.sum(keys * key[None, :], 1) * fade_s
+            to_q = tl.sum(queries * key[None, :], 1) * fade_s
+        to_k = tl.where(below & (t != s), beta_new * to_k, 0.0)
+        to_q = tl.where(below, to_q, 0.0)
+        rest -= u_s[:, None] * to_k[None, :]
+        o += u_s[:, None] * to_q[None, :]
+    written = (t < T) if not VARLEN else is_token
+    o = tl.where(is_token[None, :], o, 0.0)
+    store_rounded(out_tile, tl.trans(o), written[:, None] & in_v[None, :])
+
+    recorded = is_token[None, :] & in_v[:, None]
+    store_rounded(u_ring + new_row[None, :] * V + vi[:, None], U, recorded)
+    tl.store(v_ring + new_row[None, :] * V + vi[:, None], v_raw, mask=recorded)
+    if tile == 0:
+        tl.store(beta_ring + new_row, beta_new, mask=is_token)
+        if hv % (HV // H) == 0:
+            k_row = (start + hist + r) % R
+            tl.store(k_ring + k_row[:, None] * K + ki[None, :], X_raw,
+                     mask=(is_key & (r < count))[:, None] & in_k[None, :])  # fmt: skip
+
+    if hist + count > L:
+        M, beta_old, reading, writing, faded = prepare_fold(
+            k_ring, g_ring, beta_ring, start, hist, R, K, BK, BL, PER_CHANNEL, L2NORM
+        )
+        S_start = state + slot * s_state + hv * (V * K)
+        fold_rows(S_start, S_start, M, beta_old, reading, writing, faded, v_ring, start, hist, R,
+                  vi, V, K, BK, BL)  # fmt: skip
+
+
+@triton.jit
+def materialize(
+    state, k_cache, g_cache, v_cache, beta_cache, ring_start, count, source, target, ring_indices,
+    s_state, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta, R,
+    HV: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    BV: tl.constexpr, NK: tl.constexpr, KI: tl.constexpr, BL: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """State of `source` after its first `count` records into `target`. Grid: (value tiles, rows)."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    hv, tile, b = tl.program_id(0) // NV, tl.program_id(0) % NV, tl.program_id(1)
+    h = hv // (HV // H)
+    vi = tile * BV + tl.arange(0, BV)
+    origin, place = tl.load(source + b).to(tl.int64), tl.load(target + b).to(tl.int64)
+    ring = tl.load(ring_indices + b).to(tl.int64)
+    if (origin < 0) | (place < 0) | (ring < 0):
+        return
+    first, records = tl.load(ring_start + ring), tl.load(count + b)
+    M, beta, reading, writing, total = prepare_fold(
+        k_cache + ring * s_k + h * h_k, g_cache + ring * s_g + hv * h_g,
+        beta_cache + ring * s_beta + hv * h_beta, first, records, R, K, NK * KI, BL, PER_CHANNEL, L2NORM,
+    )  # fmt: skip
+    inner = state + hv * (V * K)
+    fold_rows(
+        inner + origin * s_state, inner + place * s_state, M, beta, reading, writing, total,
+        v_cache + ring * s_v + hv * h_v, first, records, R, vi, V, K, NK * KI, BL,
+    )  # fmt: skip

@@ -1,0 +1,177 @@
+"""The Triton backend under Triton's interpreter: the oracle's walks over small shapes, every branch.
+
+On a GPU the same kernels run compiled in `test_triton_gpu.py`, on the models' shapes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from replayssm import kernels
+from replayssm.kernels import BackendUnavailable, StepIndex
+from tests import support
+from tests.support import RULES, Walk, draw, geometry, ints, make_layer, run_step, same_bits
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+
+TREE = [-1, -1, 0, 0, 1, 2, 2]
+
+
+@pytest.fixture(autouse=True)
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that a walk calls, by the Triton backend."""
+    for rule, step in support.STEP.items():
+        monkeypatch.setitem(support.STEP, rule, partial(step, backend="triton"))
+    for name in ("materialize", "compact"):
+        monkeypatch.setattr(kernels, name, partial(getattr(kernels, name), backend="triton"))
+
+
+def small(rule: str) -> support.LayerGeometry:
+    """Heads and dims that are no powers of two, so that every mask is met."""
+    return geometry(rule, HV=6, H=2, V=20, K=40)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_standard_decoding(rule: str) -> None:
+    """L2, L3, L15: one token a row, pads, idle rows, flushes, slot 0, NaN wherever nothing lives."""
+    walk = Walk.of(make_layer(small(rule), window=3, max_draft=1), strong=-30.0)
+    walk.hand_out(0, 2)
+    for lens in ([1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 0, 1]):
+        walk.step([2, -1, 0], lens, width=1)
+    walk.check()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+def test_verification_of_chains(rule: str, packed: bool) -> None:
+    """Rows of different T, partial acceptance, flushes."""
+    walk = Walk.of(make_layer(small(rule), window=4, max_draft=3), strong=-30.0)
+    walk.hand_out(0, 2)
+    for lens, accepted in (([3, 1, 2], [2, 0, 1]), ([2, 0, 3], [2, 0, 3]), ([3, 2, 1], [0, 0, 1])):
+        walk.step([2, -1, 0], lens, accepted, width=3, packed=packed)
+    walk.check()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_verification_of_trees(rule: str) -> None:
+    walk = Walk.of(make_layer(small(rule), window=8, max_draft=7))
+    walk.hand_out(0)
+    for path in ([0, 2, 6], [1, 4]):
+        walk.step([0], [7], paths=[path], parents=[TREE])
+    walk.check()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_many_drafts(rule: str) -> None:
+    """More than eight tokens a row, with a full window of history behind them."""
+    walk = Walk.of(make_layer(geometry(rule), window=16, max_draft=11))
+    walk.hand_out(1)
+    walk.step([1], [5])
+    walk.step([1], [11], [7])
+    walk.step([1], [11], [11])
+    walk.check()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_raw_gates(rule: str) -> None:
+    """Gates computed in the kernel are those that the torch backend computes."""
+    layer = make_layer(small(rule), slots=2)
+    walk = Walk.of(layer)
+    walk.hand_out(0, 1)
+    inputs = draw(layer, 2, 2, walk.generator)
+    HV, K = layer.layout.geometry.value_heads, layer.layout.geometry.key_dim
+    per_head = torch.linspace(-1.0, 1.0, HV)
+    options: list[dict[str, object]]
+    if rule == "mamba2":
+        options = [{"dt_bias": per_head, "dt_softplus": True, "z": inputs["x"].flip(-1)}]
+        inputs["dt"] = inputs["dt"] * 40 - 10
+    else:
+        inputs["g"], inputs["beta"] = inputs["g"] * 40 + 10, inputs["beta"] * 8 - 4
+        bias = torch.linspace(-1.0, 1.0, HV * K).view(HV, K) if rule == "kda" else per_head
+        options = [{"A_log": per_head, "dt_bias": bias}, {"A_log": per_head}]
+        options += [{"A_log": per_head, "lower_bound": -5.0}] if rule == "kda" else []
+    for option in options:
+        outputs = []
+        for backend in ("triton", "torch"):
+            out = run_step(layer, walk.cache, inputs, StepIndex(), backend=backend, **option)
+            recorded = layer.rings["dt_cache" if rule == "mamba2" else "g_cache"][:, :, :2].clone()
+            outputs.append((out, recorded))
+        for mine, other in zip(*outputs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("act", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_low_activations(rule: str, act: torch.dtype) -> None:
+    """Against the torch backend: one unit in the last place, since the interpreter truncates to bf16."""
+    layer = make_layer(small(rule), window=4, max_draft=2, act=act)
+    walk = Walk.of(layer)
+    walk.hand_out(0, 1)
+    for width in (1, 2, 2, 1):
+        inputs = draw(layer, 2, width, walk.generator)
+        before = (layer.state.clone(), {name: ring.clone() for name, ring in layer.rings.items()})
+        mine = run_step(layer, walk.cache, inputs, StepIndex(ints([0, 1])))
+        layer.state.copy_(before[0])
+        for name, ring in before[1].items():
+            layer.rings[name].copy_(ring)
+        other = run_step(layer, walk.cache, inputs, StepIndex(ints([0, 1])), backend="torch")
+        torch.testing.assert_close(mine, other, rtol=torch.finfo(act).eps, atol=1e-5)
+        walk.cache.commit(ints([0, 1]), ints([width] * 2), ints([width] * 2))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("state", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_low_checkpoints(rule: str, state: torch.dtype) -> None:
+    """L24: the flush rounds once; fp16 saturates at its largest value instead of overflowing."""
+    layer = make_layer(geometry(rule), window=2, max_draft=1, state=state)
+    walk = Walk.of(layer)
+    walk.hand_out(0)
+    layer.state.fill_(torch.finfo(state).max if state is torch.float16 else 1.0)
+    for _ in range(4):
+        inputs = draw(layer, 1, 1, walk.generator)
+        if "x" in inputs:
+            inputs["x"] *= 1e6
+        else:
+            inputs["v"] *= 1e6
+        run_step(layer, walk.cache, inputs, StepIndex(ints([0])))
+        walk.cache.commit(ints([0]), ints([1]), ints([1]))
+    assert layer.state[0].isfinite().all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_strided_pools(rule: str) -> None:
+    """L10: states and rings as slices of larger allocations give the same bits, and nothing else moves."""
+    layer = make_layer(small(rule), slots=3, window=3, max_draft=2)
+    wide = torch.full((3, 2, *layer.state.shape[1:]), support.NAN)
+    strided = support.LayerBuffers(
+        layer.layout,
+        wide[:, 1],
+        {name: torch.cat([ring] * 2, 1)[:, : ring.shape[1]] for name, ring in layer.rings.items()},
+        layer.A,
+    )
+    outputs = []
+    for buffers in (layer, strided):
+        walk = Walk.of(buffers, seed=1)
+        walk.hand_out(0, 2)
+        outputs.append([walk.step([2, 0], [2, 1], [1, 1])[0] for _ in range(3)])
+        walk.check()
+    for dense, other in zip(*outputs, strict=True):
+        assert same_bits(dense, other)
+    assert wide[:, 0].isnan().all()
+
+
+def test_unavailable_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name it fails with the reason; `auto` never interprets."""
+    assert kernels.registry.resolve("auto", torch.device("cpu")).__name__.endswith("torch_backend")
+    kernels.registry._resolve.cache_clear()
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(BackendUnavailable, match="Triton needs a GPU"):
+        kernels.registry.resolve("triton", torch.device("cpu"))
+    kernels.registry._resolve.cache_clear()
