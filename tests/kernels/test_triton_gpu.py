@@ -129,7 +129,6 @@ def test_same_bits_every_time_and_in_a_graph(name: str, draft: int) -> None:
                 out = step(cache, inputs, StepIndex(rows), "triton")
             graph.replay()
         elif launch == 18:
-            alone = {key: value[2:3] for key, value in inputs.items()}
             out = torch.zeros_like(inputs["x" if "x" in inputs else "v"])
             for row in range(len(ROWS)):
                 alone = {key: value[row : row + 1] for key, value in inputs.items()}
