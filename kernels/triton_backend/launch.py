@@ -1,6 +1,6 @@
 """Launch shapes: how a kernel's work is cut into programs.
 
-The figures behind the choices were measured on an H200; on other devices the shapes are safe, not tuned.
+One rule for all devices, safe rather than tuned.
 """
 
 from __future__ import annotations
