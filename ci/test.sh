@@ -14,12 +14,12 @@ export HF_HUB_OFFLINE=1
 # One thread per xdist worker; more would only contend for the same cores.
 export OMP_NUM_THREADS=1
 # Tests that can run only in a strict editable install must not skip themselves here.
-export REPLAYSSM_EXPECT_STRICT=1
+export EXPECT_STRICT=1
 
 ci/lint.sh
 
 echo "== tests, transformers $newest_version"
-REPLAYSSM_EXPECT_TRANSFORMERS="$newest_version" \
+EXPECT_TRANSFORMERS="$newest_version" \
     "$venv/bin/pytest" -n 2 --cov --cov-report=term
 
 if [ -d tests/adapters/transformers ]; then
@@ -30,6 +30,6 @@ if [ -d tests/adapters/transformers ]; then
     fi
     echo "== the transformers adapter's tests, transformers $floor_version"
     # No trailing colon: an empty entry would put the checkout's root on the path.
-    PYTHONPATH="$floor${PYTHONPATH:+:$PYTHONPATH}" REPLAYSSM_EXPECT_TRANSFORMERS="$floor_version" \
+    PYTHONPATH="$floor${PYTHONPATH:+:$PYTHONPATH}" EXPECT_TRANSFORMERS="$floor_version" \
         "$venv/bin/pytest" -n 2 tests/adapters/transformers
 fi
