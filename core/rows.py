@@ -75,7 +75,7 @@ def _write_rows_without_sync(
         return
     # Kept as `[1]`: indexing with a scalar tensor would read it back.
     first = valid.to(torch.uint8).argmax(0, keepdim=True)
-    index = torch.where(valid, index, index[first].clamp(min=0))
+    index = torch.where(valid, index, index[first].clamp(0, len(pool) - 1))
     if position is not None:
         position = torch.where(valid, position, position[first])
     values = store_cast(values, pool.dtype)
