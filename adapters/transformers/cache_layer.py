@@ -1,18 +1,16 @@
-"""Cache layers of a replayed model, and what a mixer sees of them.
+"""Caches of a replayed model, their layers, and what a mixer sees of them.
 
-A cache of transformers consists of layers of many classes. A layer that belongs to a replayed mixer
-gets `ReplayLayer` in front of its own class, so that everything that transformers does to the cache
-(crop, reorder, reset, copy) reaches the session, while an attention part of the same layer keeps
-working as it is.
+A cache of transformers consists of layers of many classes. The cache and its recurrent layers get our
+classes in front of their own, so that everything that transformers does to a cache (crop, reorder,
+reset, copy) reaches the session once, while attention keeps working as it is.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, StaticCache
 
 from replayssm.adapters.transformers.session import Session, StockState
 
@@ -20,16 +18,57 @@ if TYPE_CHECKING:
     from replayssm.adapters.transformers.scan_call import ScanCall
 
 
-class ReplayLayer(LinearAttentionCacheLayerMixin):
-    """Mixed in front of a linear-attention cache layer's class.
-
-    Events reach every layer of a cache; the layer with `leads` set passes them to the session, once
-    for all.
-    """
+class ReplayedCache(Cache):
+    """Mixed in front of a cache's class: events go to the session and to the attention layers."""
 
     session: Session
-    leads: bool
-    stock_class: type
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: positive counts, and tokens that are no longer in the ring; nothing is changed.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes a negative number of tokens to remove, got {tokens_to_remove}: a "
+                "recurrent layer can't be cut to a length"
+            )
+        self.session.check_crop(-tokens_to_remove)
+        super().crop(tokens_to_remove)
+        self.session.crop(-tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget the sequences."""
+        self.session.reset()
+        super().reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Give row `i` the sequence of row `beam_idx[i]`."""
+        self.session.select(beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`."""
+        self.session.select(indices)
+        super().batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self.session.repeat(repeats)
+        super().batch_repeat_interleave(repeats)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that the cache holds; also without attention layers, where stock caches can't say."""
+        if any(isinstance(layer, CacheLayerMixin) for layer in self.layers):
+            return super().get_seq_length(layer_idx)
+        return self.session.length
+
+
+class ReplayLayer(LinearAttentionCacheLayerMixin):
+    """Mixed in front of a linear-attention layer's class: only an attention part holds data here."""
+
+    session: Session
     has_previous_state: dict[int, bool]
 
     is_compileable = False
@@ -42,46 +81,22 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
 
     @record_past.setter
     def record_past(self, recording: bool) -> None:
-        self.session.recording = recording
+        self.session.record(recording)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back `-tokens_to_remove` tokens.
-
-        Raises:
-            ValueError: positive counts, and tokens that are no longer in the ring.
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes a negative number of tokens to remove, got {tokens_to_remove}: a "
-                "recurrent layer can't be cut to a length"
-            )
-        if self.leads:
-            self.session.crop(-tokens_to_remove)
         self._attention("crop", tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget the sequences."""
-        if self.leads:
-            self.session.reset()
         self.has_previous_state[0] = False
         self._attention("reset")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Give row `i` the sequence of row `beam_idx[i]`."""
-        if self.leads:
-            self.session.select(beam_idx)
         self._attention("reorder_cache", beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
-        if self.leads:
-            self.session.select(indices)
         self._attention("batch_select_indices", indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        if self.leads:
-            self.session.repeat(repeats)
         self._attention("batch_repeat_interleave", repeats)
 
     def _attention(self, method: str, *arguments: Any) -> None:
@@ -104,7 +119,7 @@ class MixerCache:
         self._session: Session = layer.session
         self._layer_idx = layer_idx
 
-    def has_previous_state(self, *_: Any) -> bool:
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
         return False
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
@@ -132,14 +147,19 @@ def stock_states(cache: Cache, layers: list[int]) -> dict[int, StockState]:
     """What an unpatched model left in a cache's recurrent layers.
 
     Raises:
-        ValueError: a layer of the cache can't hold a recurrent state, or holds several.
+        ValueError: the cache is static, or a layer can't hold a recurrent state.
     """
+    if isinstance(cache, StaticCache):
+        raise ValueError(
+            "replay decoding doesn't work with a static cache, whose forward transformers compiles: "
+            "leave cache_implementation out, or use 'dynamic'"
+        )
     found = {}
     for index in layers:
         layer: Any = cache.layers[index] if index < len(cache.layers) else None
-        if not isinstance(layer, LinearAttentionCacheLayerMixin) or layer.number_of_states != 1:
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
             raise ValueError(
-                f"cache layer {index}: expected a linear-attention layer with one state, got "
+                f"{type(cache).__name__}, layer {index}: expected a linear-attention layer, got "
                 f"{type(layer).__name__}; make the cache with DynamicCache(config=model.config)"
             )
         if layer.has_previous_state[0]:
@@ -150,42 +170,57 @@ def stock_states(cache: Cache, layers: list[int]) -> dict[int, StockState]:
     return found
 
 
-def attach(cache: Cache, layers: list[int], session: Session) -> None:
-    """Turn a cache's recurrent layers into replay layers of a session."""
-    for number, index in enumerate(layers):
-        layer: Any = cache.layers[index]
-        session.recording |= vars(layer).pop("record_past")
-        layer.stock_class, layer.session, layer.leads = type(layer), session, number == 0
-        layer.__class__ = _replay_class(type(layer))
-        layer.conv_states[0] = layer.recurrent_states[0] = None
-        layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = False
-        session.cache_layers[index] = layer
-    if not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
-        # Without attention layers stock caches have no length, which assisted generation asks for.
-        cache.get_seq_length = session.length  # type: ignore[method-assign]
+def attach(cache: Cache, session: Session) -> None:
+    """Put a cache and its recurrent layers in a session's care.
+
+    Linear-attention layers that no mixer owns are empty (transformers 5.19 has them in place of MLPs);
+    they become replay layers too, since stock ones can't be cropped.
+    """
+    session.hold(cache)
+    cache.session = session  # type: ignore[attr-defined]
+    cache.__class__ = _in_front(ReplayedCache, type(cache))
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            if vars(layer).pop("record_past"):
+                session.record(True)
+            layer.session = session  # type: ignore[attr-defined]
+            layer.__class__ = _in_front(ReplayLayer, type(layer))
+            layer.conv_states[0] = layer.recurrent_states[0] = None
+            layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = False
 
 
 def detach(session: Session) -> None:
-    """Give a session's cache layers their own classes back, and their contents in stock form.
-
-    A cache without attention layers keeps the session for its length.
-    """
-    contents = session.release()
-    for index, layer in session.cache_layers.items():
-        recording = session.recording
-        layer.__class__ = layer.stock_class
-        for name in ("stock_class", "session", "leads"):
-            delattr(layer, name)
-        layer.record_past = recording
-        if index in contents:
-            state = contents[index]
-            layer.lazy_initialization(conv_states=state.conv, conv_kernel_size=state.conv.shape[-1])
-            layer.lazy_initialization(recurrent_states=state.recurrent)
-            layer.conv_states[0].copy_(state.conv)
-            layer.recurrent_states[0].copy_(state.recurrent)
-    session.cache_layers = {}
+    """Give a session's cache and its layers their own classes back, and their contents in stock form."""
+    stock = session.cache()
+    if stock is None:
+        return
+    contents, recording = session.release(), session.recording
+    for index, layer in enumerate(stock.layers):
+        if isinstance(layer, ReplayLayer):
+            _restore(layer)
+            layer.record_past = recording
+            if index in contents:
+                _load(layer, contents[index])
+    _restore(stock)
 
 
-@cache
-def _replay_class(kind: type) -> type:
-    return type(f"Replay{kind.__name__}", (ReplayLayer, kind), {})
+def _load(layer: Any, state: StockState) -> None:
+    layer.lazy_initialization(conv_states=state.conv, conv_kernel_size=state.conv.shape[-1])
+    layer.lazy_initialization(recurrent_states=state.recurrent)
+    layer.conv_states[0].copy_(state.conv)
+    layer.recurrent_states[0].copy_(state.recurrent)
+
+
+def _restore(target: Any) -> None:
+    # The class made by `_in_front`, its mixin, then the class that was there before.
+    target.__class__ = type(target).__mro__[2]
+    del target.session
+
+
+def _in_front(mixin: type, kind: type) -> type:
+    if (mixin, kind) not in _CLASSES:
+        _CLASSES[mixin, kind] = type(f"Replay{kind.__name__}", (mixin, kind), {})
+    return _CLASSES[mixin, kind]
+
+
+_CLASSES: dict[tuple[type, type], type] = {}

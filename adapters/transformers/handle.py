@@ -9,25 +9,28 @@ from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation.configuration_utils import GenerationMode
 
 from replayssm.adapters.transformers.account import Account
 from replayssm.adapters.transformers.cache_layer import (
     MixerCache,
-    ReplayLayer,
+    ReplayedCache,
     attach,
     detach,
     stock_states,
 )
 from replayssm.adapters.transformers.patch_points import (
     CACHE_PARAMETERS,
+    PACKED_PARAMETERS,
     Mixer,
     ScanFunction,
+    UnsupportedModel,
+    assistance_refused,
     find_mixers,
     modeling_module,
 )
@@ -54,7 +57,7 @@ def enable(model: PreTrainedModel, config: ReplayConfig | None = None, **setting
         A handle whose `disable()` restores the model.
 
     Raises:
-        UnsupportedModel: no layer can be served, or transformers is not as expected.
+        UnsupportedModel: the model can't be served, or transformers is not as expected.
         ConfigError: the configuration is wrong.
         BackendUnavailable: a kernel backend was named that cannot run here.
         RuntimeError: replay decoding is already enabled for this model.
@@ -84,13 +87,14 @@ class Handle:
         self.account = Account()
         self._layers = sorted(mixer.layer_idx for mixer in self.mixers)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._wanted_logits: int | None = None
+        self._assisted_prompt: int | None = None
+        self._replaced: list[tuple[Any, str, Any]] = []
         for mixer in self.mixers:
             _SCANS.patch(mixer)
-            self._patch(mixer)
-        self._hook = model.register_forward_pre_hook(self._note_logits, with_kwargs=True)
-        model.prepare_inputs_for_generation = self._only_new_tokens(model.prepare_inputs_for_generation)
-        model._is_stateful = False
+            self._replace(mixer.module, "_replay_handle", self)
+            self._replace(mixer.module, "forward", self._forward(mixer))
+        if hasattr(model, "generate"):
+            self._patch_generate(model)
         logger.info("replayssm: %s", self.describe())
 
     def describe(self) -> str:
@@ -106,27 +110,39 @@ class Handle:
 
     def disable(self) -> None:
         """Restore the model, and give caches that are still in use their stock contents back."""
-        if not self.mixers:
-            return
         for session in list(self._sessions):
             detach(session)
+        for target, name, before in reversed(self._replaced):
+            delattr(target, name)
+            if before is not None:
+                setattr(target, name, before)
         for mixer in self.mixers:
-            del mixer.module.forward, mixer.module._replay_handle
             _SCANS.restore(mixer)
-        self._hook.remove()
-        del self.model._is_stateful, self.model.prepare_inputs_for_generation
-        self.mixers = []
+        self._replaced, self.mixers = [], []
 
-    def _patch(self, mixer: Mixer) -> None:
+    def __reduce__(self) -> NoReturn:
+        """Copies of an enabled model would go on calling the original's layers."""
+        raise RuntimeError(
+            "a model can't be copied or pickled while replay decoding is enabled: disable() it first"
+        )
+
+    def _replace(self, target: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object, to be restored by `disable`."""
+        self._replaced.append((target, name, vars(target).get(name)))
+        setattr(target, name, value)
+
+    # The mixers.
+
+    def _forward(self, mixer: Mixer) -> Callable[..., Any]:
         original = mixer.module.forward
-        position = list(inspect.signature(inspect.unwrap(original)).parameters).index(mixer.cache_parameter)
+        position = list(inspect.signature(original).parameters).index(mixer.cache_parameter)
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._run(mixer, original, position, args, kwargs)
 
-        mixer.module.forward = forward
-        mixer.module._replay_handle = self
+        # Sessions plan on the host, which a compiled graph would freeze: mixers stay out of it.
+        return torch.compiler.disable(forward)
 
     def _run(
         self,
@@ -136,13 +152,21 @@ class Handle:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """A mixer's `forward`, with the cache replaced by what the mixer is to see of it."""
-        name = next((name for name in CACHE_PARAMETERS if kwargs.get(name) is not None), None)
-        cache = kwargs.get(name) if name else (args[position] if len(args) > position else None)
-        if cache is None:
+        """A mixer's `forward`, with the cache replaced by what the mixer is to see of it.
+
+        In training mode a mixer stays as it is, unless it is to continue under replay.
+        """
+        name = _cache_name(kwargs)
+        cache = kwargs[name] if name else (args[position] if len(args) > position else None)
+        if cache is None or (mixer.module.training and not isinstance(cache, ReplayedCache)):
             return original(*args, **kwargs)
-        layer = self._replay_layer(cache, mixer.layer_idx)
-        seen = MixerCache(layer, mixer.layer_idx)
+        if any(kwargs.get(packed) is not None for packed in PACKED_PARAMETERS):
+            raise ValueError(
+                f"packed sequences ({', '.join(PACKED_PARAMETERS)}) can't be decoded with replay: pass one "
+                "sequence per row, padded on the left, or use_cache=False"
+            )
+        self._session(cache)
+        seen = MixerCache(cache.layers[mixer.layer_idx], mixer.layer_idx)
         if name:
             kwargs = kwargs | {name: seen}
         else:
@@ -153,38 +177,107 @@ class Handle:
         finally:
             _ACTIVE.reset(token)
 
-    def _replay_layer(self, cache: Cache, layer_idx: int) -> Any:
-        """The cache's layer, made a replay layer where it is not one yet."""
-        if layer_idx >= len(cache.layers) or not isinstance(cache.layers[layer_idx], ReplayLayer):
-            inherited = stock_states(cache, self._layers)
-            session = Session(
-                self.config, self.account, lambda: self._wanted_logits, inherited, self._sessions.add
-            )
-            attach(cache, self._layers, session)
-        return cache.layers[layer_idx]
+    def _session(self, cache: Cache) -> Session:
+        """The session of a cache, which begins one where it has none."""
+        if isinstance(cache, ReplayedCache):
+            return cache.session
+        inherited = stock_states(cache, self._layers)
+        session = Session(self.config, lambda: self.account, inherited, self._sessions.add)
+        attach(cache, session)
+        return session
 
-    def _only_new_tokens(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """`prepare_inputs_for_generation` for an assistant that is called again with its cache.
+    # Generation.
 
-        transformers cuts the tokens that the cache has seen off the input only where the cache holds
-        attention layers.
-        """
+    def _patch_generate(self, model: Any) -> None:
+        self._replace(model, "prepare_inputs_for_generation", self._prepared(model))
+        refusal = assistance_refused(model)
+        if refusal is None:
+            self._replace(model, "_get_candidate_generator", self._noted(model._get_candidate_generator))
+            self._replace(model, "_is_stateful", False)
+        else:
+            self._replace(model, "_validate_generation_mode", _refusing(model, refusal))
+
+    def _noted(self, get_generator: Callable[..., Any]) -> Callable[..., Any]:
+        """`_get_candidate_generator`, which is where assisted generation of this model begins."""
+
+        @wraps(get_generator)
+        def get_candidate_generator(
+            *, generation_config: GenerationConfig, input_ids: torch.Tensor, **kwargs: Any
+        ) -> Any:
+            if generation_config.assistant_early_exit is not None:
+                raise UnsupportedModel(
+                    "assistant_early_exit runs a part of the recurrent layers, which replay decoding can't "
+                    "do: use prompt_lookup_num_tokens or assistant_model"
+                )
+            generator = get_generator(generation_config=generation_config, input_ids=input_ids, **kwargs)
+            self._assisted_prompt = input_ids.shape[1]
+            return generator
+
+        return get_candidate_generator
+
+    def _prepared(self, model: Any) -> Callable[..., dict[str, Any]]:
+        """`prepare_inputs_for_generation`, which tells the session what comes."""
+        prepare = model.prepare_inputs_for_generation
 
         @wraps(prepare)
         def prepare_inputs(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            layers = getattr(kwargs.get("cache"), "layers", None) or [None]
-            if isinstance(layers[0], ReplayLayer) and kwargs.get("next_sequence_length") is None:
-                session = layers[0].session
-                if session.recording and session.length():
-                    kwargs["next_sequence_length"] = input_ids.shape[1] - session.length()
-            return prepare(input_ids, *args, **kwargs)
+            name = _cache_name(kwargs)
+            if name is not None:
+                kwargs["next_sequence_length"] = self._new_tokens(kwargs[name], input_ids.shape[1], kwargs)
+            result: dict[str, Any] = prepare(input_ids, *args, **kwargs)
+            return result
 
         return prepare_inputs
 
-    def _note_logits(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward: how many positions' logits it is asked for."""
-        wanted = kwargs.get("logits_to_keep")
-        self._wanted_logits = wanted if isinstance(wanted, int) and wanted > 0 else None
+    def _new_tokens(self, cache: Cache, given: int, options: dict[str, Any]) -> int | None:
+        """How many of the `given` tokens the cache has not seen; their prompt is told to the session.
+
+        transformers leaves this open for assisted generation over a cache that holds tokens already, and
+        for an assistant without attention layers.
+        """
+        session, first = self._session(cache), options.get("is_first_iteration")
+        new: int | None = options.get("next_sequence_length")
+        prompt = self._assisted_prompt if first else None
+        if first:
+            self._assisted_prompt = None
+            if prompt is None:
+                session.record(False)
+        if not session.recording or options.get("inputs_embeds") is not None:
+            return new
+        if new is None:
+            seen = cache.get_seq_length()
+            new = given - seen
+            if new < 1 and first:
+                raise ValueError(
+                    f"assisted generation over a cache that holds {seen} tokens: expected the whole "
+                    f"sequence, got input_ids of length {given}"
+                )
+            if new < 1:
+                # A piece of an assistant's prompt (prefill_chunk_size), which comes without the rest.
+                new = prompt = given
+        if prompt is None:
+            session.expect(0 if session.started else new)
+        else:
+            session.expect(new - (given - prompt))
+        return new
+
+
+def _refusing(model: Any, refusal: UnsupportedModel) -> Callable[..., None]:
+    """`_validate_generation_mode` of a model that can't be assisted, nor be an assistant."""
+    validate = model._validate_generation_mode
+
+    @wraps(validate)
+    def validated(mode: GenerationMode, config: GenerationConfig, *args: Any) -> None:
+        if mode is GenerationMode.ASSISTED_GENERATION or config.is_assistant:
+            raise refusal
+        validate(mode, config, *args)
+
+    return validated
+
+
+def _cache_name(kwargs: dict[str, Any]) -> str | None:
+    """The keyword under which a call brings a cache, if it does."""
+    return next((name for name in CACHE_PARAMETERS if kwargs.get(name) is not None), None)
 
 
 _ACTIVE: ContextVar[tuple[Mixer, MixerCache] | None] = ContextVar("replayssm_mixer", default=None)
@@ -220,7 +313,7 @@ _SCANS = _Scans()
 def _dispatch(original: Callable[..., Any], scan: ScanFunction) -> Callable[..., Any]:
     """The scan function for mixers under replay, the original one for all others."""
 
-    @wraps(original)
+    @wraps(original, updated=())
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         active = _ACTIVE.get()
         if active is None:

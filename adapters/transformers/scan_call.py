@@ -7,7 +7,6 @@ but the bound that transformers puts on a prompt's `dt`.
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from replayssm.adapters.transformers.patch_points import scan_signature
 from replayssm.core import LayerBuffers, LayerGeometry, ReplayCache, Rule
 from replayssm.kernels import gdn_step, kda_step, mamba2_step
 
@@ -30,15 +30,11 @@ class ScanCall(ABC):
     def __init__(self, scan: Callable[..., Any], mixer: nn.Module, *args: Any, **kwargs: Any) -> None:
         self.scan = scan
         self.mixer = mixer
-        bound = inspect.signature(inspect.unwrap(scan)).bind(*args, **kwargs)
-        bound.apply_defaults()
-        self.arguments: dict[str, Any] = dict(bound.arguments)
-        self.arguments |= self.arguments.pop("kwargs", {})
-        if self.arguments.get("cu_seqlens") is not None or self.arguments.get("seq_idx") is not None:
-            raise ValueError(
-                "packed sequences (cu_seqlens, seq_idx) can't be decoded with replay: pass one "
-                "sequence per row, padded on the left"
-            )
+        parameters = scan_signature(scan).parameters
+        self._positional = list(parameters)[: len(args)]
+        self._given = dict(zip(self._positional, args, strict=True)) | kwargs
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        self.arguments: dict[str, Any] = defaults | self._given
 
     @property
     def tokens(self) -> int:
@@ -57,7 +53,10 @@ class ScanCall(ABC):
         """
         changed = {name: self.arguments[name][:, :count] for name in self.tokenwise}
         changed |= {self.state_in: self.to_scan(state), self.state_out: True}
-        out, after = self.scan(**(self.arguments | changed))
+        given = self._given | changed
+        # By position what came by position: optimised scans name their parameters otherwise.
+        positional = [given.pop(name) for name in self._positional]
+        out, after = self.scan(*positional, **given)
         return out, self.from_scan(after)
 
     @property
@@ -131,9 +130,6 @@ class DeltaCall(ScanCall):
         repeats = self.key_repeats
         return step(
             layer.state,
-            **layer.rings,
-            ring_start=cache.cursors.start,
-            hist_len=cache.cursors.history,
             q=self._cut("query", head)[:, :, ::repeats],
             k=self._cut("key", head)[:, :, ::repeats],
             v=self._cut("value", head),
@@ -141,8 +137,8 @@ class DeltaCall(ScanCall):
             beta=self._cut("beta", head),
             out=self._out(head),
             use_qk_l2norm=self.arguments["use_qk_l2norm_in_kernel"],
-            window=cache.window,
             backend=backend,
+            **_history(layer, cache),
         )
 
     @staticmethod
@@ -180,9 +176,6 @@ class Mamba2Call(ScanCall):
     ) -> torch.Tensor:
         return mamba2_step(
             layer.state,
-            **layer.rings,
-            ring_start=cache.cursors.start,
-            hist_len=cache.cursors.history,
             x=self._cut("hidden_states", head),
             dt=self._time_step(head, prompt),
             A=self.rates,
@@ -190,17 +183,23 @@ class Mamba2Call(ScanCall):
             C=self._cut("C", head),
             out=self._out(head),
             D=self.arguments["D"],
-            window=cache.window,
             backend=backend,
+            **_history(layer, cache),
         )
 
     def _time_step(self, head: int, prompt: int) -> torch.Tensor:
-        """Final `dt [B, T, H]`. transformers bounds it for a prompt's tokens, not for decoded ones."""
-        dt, bias = self._cut("dt", head), self.arguments["dt_bias"]
-        dt = dt if bias is None else dt + bias.to(dt.dtype)
+        """Final `dt [B, T, H]` fp32. transformers bounds it for a prompt's tokens, not for decoded ones."""
+        dt, bias = self._cut("dt", head).float(), self.arguments["dt_bias"]
+        dt = dt if bias is None else dt + bias.float()
         dt = F.softplus(dt) if self.arguments["dt_softplus"] else dt
         low, high = self.arguments["dt_limit"]
         return torch.cat([dt[:, :prompt].clamp(low, high), dt[:, prompt:]], 1)
+
+
+def _history(layer: LayerBuffers, cache: ReplayCache) -> dict[str, Any]:
+    """A step's arguments for the records before it."""
+    start, length = cache.cursors.start, cache.cursors.history
+    return {**layer.rings, "ring_start": start, "hist_len": length, "window": cache.window}
 
 
 CALLS: dict[Rule, type[ScanCall]] = {

@@ -8,6 +8,7 @@ and decides per forward how many tokens go through transformers' own scan and ho
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class Forward:
         prompt: how many of the replayed ones belong to a prompt.
         flush: whether the replayed ones make the rows flush.
         kept: replayed tokens that have not been taken back.
+        settled: whether a `crop` has followed.
         convolved: layers that have taken part.
     """
 
@@ -44,6 +46,7 @@ class Forward:
     prompt: int
     flush: bool
     kept: int
+    settled: bool = False
     convolved: set[int] = field(default_factory=set)
 
     @property
@@ -64,6 +67,7 @@ class Session:
     """States, rings and convolution windows of one cache.
 
     Attributes:
+        cache: the cache whose layers hold this session, as long as it is in use.
         recording: whether a `crop` follows each round, as in assisted generation. Until it comes, no
             token is folded into a checkpoint.
         history: committed records of every row.
@@ -73,8 +77,7 @@ class Session:
     def __init__(
         self,
         config: ReplayConfig,
-        account: Account,
-        wanted_logits: Callable[[], int | None],
+        account: Callable[[], Account],
         inherited: Mapping[int, StockState],
         register: Callable[[Session], None],
     ) -> None:
@@ -82,28 +85,26 @@ class Session:
 
         Args:
             config: window, draft limit, precision, backend.
-            account: where steps are counted.
-            wanted_logits: how many positions the forward under way returns logits for, if known.
+            account: gives the account in which a step is to be counted.
             inherited: by layer, what an unpatched model left in the cache.
             register: told of this session and of its copies.
         """
         self.config = config
-        self.account = account
+        self._account = account
+        self.cache: Callable[[], Any] = lambda: None
         self.recording = False
         self.window, self._max_draft = config.window, config.resolved_max_draft
-        self._wanted_logits = wanted_logits
         self._register = register
         register(self)
-        self.cache_layers: dict[int, Any] = {}
         self._clear(inherited)
 
     def _clear(self, inherited: Mapping[int, StockState]) -> None:
         self.history = 0
         self._length = 0
         self._inherited = dict(inherited)
-        self._started = bool(inherited)
+        self._started = self._took_over = bool(inherited)
+        self._expected: int | None = None
         self._unsettled = 0
-        self._settled_by_crop = False
         self._forward: Forward | None = None
         self._replay: ReplayCache | None = None
         self._conv: ConvWindow | None = None
@@ -145,36 +146,72 @@ class Session:
             backend = self.config.backend
             with torch.no_grad():
                 out = call.tail(forward.head, forward.prompt, buffers, self._replay, backend)
-            outputs.append(out)
-            self.account.add_layer_step(
+            outputs.append(_WithoutGradient.apply(out, call.activation))
+            self._account().add_layer_step(
                 buffers.layout, _bytes(buffers), len(out), self.history, forward.tail, forward.flush
             )
-        return torch.cat(outputs, 1), outputs[0].new_empty(0)
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return out, out.new_empty(0)
 
     # What transformers asks of a cache, and does to it.
 
-    def length(self, layer_idx: int = 0) -> int:
-        """Tokens that the session has seen, for a cache without attention layers to count them."""
+    def hold(self, cache: Any) -> None:
+        """Serve `cache`, without keeping it alive."""
+        self.cache = weakref.ref(cache)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache holds, where it has no attention layers to count them.
+
+        Raises:
+            ValueError: some of them were there before the session.
+        """
+        if self._took_over:
+            raise ValueError(
+                "this cache was filled before replay decoding was enabled, and without attention layers its "
+                "length is not known: begin with a new cache"
+            )
         forward = self._forward
         return self._length + (0 if forward is None else forward.head + forward.kept)
 
-    def crop(self, tokens: int) -> None:
-        """Take back the newest `tokens` of every row; what is left is settled.
+    @property
+    def started(self) -> bool:
+        """Whether it holds tokens."""
+        return self._started or self._forward is not None
+
+    def record(self, recording: bool) -> None:
+        """Say whether a `crop` will follow each round of tokens."""
+        self.recording = recording
+        if not recording:
+            self._unsettled = 0
+
+    def expect(self, prompt: int) -> None:
+        """While recording: the next forward brings `prompt` tokens of a prompt, and drafts behind them."""
+        self._expected = prompt
+
+    def check_crop(self, tokens: int) -> None:
+        """Check that `crop(tokens)` is possible.
 
         Raises:
-            ValueError: they are not all in the ring any more.
+            ValueError: the tokens are not all in the ring any more.
         """
         forward = self._forward
         kept = 0 if forward is None else forward.kept
-        history = 0 if forward is not None and forward.flush else self.history
-        if tokens > kept + history:
+        left = kept + (0 if forward is not None and forward.flush else self.history)
+        if tokens > left:
             raise ValueError(
                 f"can't take back {tokens} tokens: the recurrent state already includes them; only "
-                f"the newest {kept + history} are still in the ring (window {self.window})"
+                f"the newest {left} are still in the ring (window {self.window})"
             )
+
+    def crop(self, tokens: int) -> None:
+        """Take back the newest `tokens` of every row; what is left is settled."""
+        forward = self._forward
+        kept = 0 if forward is None else min(tokens, forward.kept)
         if forward is not None:
-            forward.kept -= min(tokens, kept)
-        self._unsettled, self._settled_by_crop = 0, True
+            forward.kept -= kept
+            forward.settled = True
+        self._unsettled = 0
         self._count_kept(-tokens)
         if tokens > kept:
             self._commit()
@@ -207,9 +244,10 @@ class Session:
         """By layer, the content of the cache as an unpatched model would have left it."""
         self._commit()
         if self._replay is None or self._conv is None:
-            return dict(self._inherited)
-        self._fold(self.history)
+            return self._inherited
         rows = torch.arange(self._replay.slots, device=self._replay.cursors.start.device)
+        self._replay.flush(rows)
+        self.history = 0
         found = {}
         for layer, number in self._replay_number.items():
             window = self._conv.window(self._conv_number[layer], rows).transpose(1, 2)
@@ -219,11 +257,14 @@ class Session:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """A session for a copied cache; configuration and account stay shared."""
-        copy = Session(self.config, self.account, self._wanted_logits, {}, self._register)
+        copy = Session(self.config, self._account, {}, self._register)
         memo[id(self)] = copy
         for name, value in vars(self).items():
-            if name not in ("config", "account", "_wanted_logits", "_register"):
+            if name not in ("config", "cache", "_account", "_register"):
                 setattr(copy, name, deepcopy(value, memo))
+        cache = memo.get(id(self.cache()))
+        if cache is not None:
+            copy.hold(cache)
         return copy
 
     # One forward pass.
@@ -231,18 +272,15 @@ class Session:
     def _plan(self, tokens: int, rows: int) -> Forward:
         """Decide the way of a forward's tokens and make room for it.
 
-        A prompt goes through transformers' scan and decoded tokens are replayed. While recording, the
-        drafts that may come with a prompt are replayed too, and so is the prompt's last token, which
-        an assistant takes back when its first draft is refused.
+        A prompt goes through transformers' scan and decoded tokens are replayed. While recording, so is
+        a prompt's last token, which an assistant takes back when its first draft is refused.
         """
-        prompt = head = 0
-        if self.recording:
-            wanted = self._wanted_logits() or min(tokens, self._max_draft)
-            if not self._started or tokens > wanted:
-                prompt = max(tokens - wanted + 1, 1)
-                head = prompt - 1
-        elif not self._started or tokens > 1:
-            prompt = head = tokens
+        expected, self._expected = self._expected, None
+        if expected is None:
+            longest = self._max_draft if self.recording else 1
+            expected = tokens if not self._started or tokens > longest else 0
+        prompt = expected
+        head = max(prompt - 1, 0) if self.recording else prompt
         tail = tokens - head
         if head:
             self._fold(self.history)
@@ -251,10 +289,11 @@ class Session:
         if tail:
             self._make_room(tail)
             flush = must_flush(self.history, tail, self.window)
-            self.account.steps += 1
-            self.account.drafted += rows * tail
-            self.account.kept += rows * tail
-            self.account.flushes += rows * flush
+            account = self._account()
+            account.steps += 1
+            account.drafted += rows * tail
+            account.kept += rows * tail
+            account.flushes += rows * flush
         return Forward(tokens, head, prompt - head, flush, tail)
 
     def _commit(self) -> None:
@@ -272,9 +311,8 @@ class Session:
         self._conv.commit(rows, torch.full_like(rows, forward.head + forward.kept))
         self._length += forward.head + forward.kept
         self._started = True
-        if self.recording and not self._settled_by_crop:
+        if self.recording and not forward.settled:
             self._unsettled += forward.kept
-        self._settled_by_crop = False
 
     def _make_room(self, draft: int) -> None:
         """Grow the ring where a draft needs it, and keep unsettled records out of a flush."""
@@ -302,9 +340,9 @@ class Session:
         rows = torch.arange(self._replay.slots, device=self._replay.cursors.start.device)
         self._replay.materialize(rows, torch.full_like(rows, records), rows)
         self.history -= records
-        self.account.flushes += len(rows)
+        self._account().flushes += len(rows)
         for layer in self._replay.layers:
-            self.account.add_layer_fold(layer.layout, _bytes(layer), len(rows), records)
+            self._account().add_layer_fold(layer.layout, _bytes(layer), len(rows), records)
 
     def _roll_back(self, tokens: int) -> None:
         assert self._replay is not None
@@ -318,9 +356,9 @@ class Session:
 
     def _count_kept(self, tokens: int) -> None:
         if self._replay is not None:
-            self.account.kept += self._replay.slots * tokens
+            self._account().kept += self._replay.slots * tokens
             for layer in self._replay.layers:
-                self.account.add_layer_kept(_bytes(layer), self._replay.slots, tokens)
+                self._account().add_layer_kept(_bytes(layer), self._replay.slots, tokens)
 
     # Buffers.
 
@@ -328,10 +366,12 @@ class Session:
         return torch.arange(like.shape[0], device=like.device)
 
     def _check_batch(self, inputs: torch.Tensor) -> None:
-        if self._replay is not None and self._replay.slots != inputs.shape[0]:
+        held = {state.conv.shape[0] for state in self._inherited.values()}
+        held |= {self._replay.slots} if self._replay is not None else set()
+        if held - {inputs.shape[0]}:
             raise ValueError(
-                f"the cache holds {self._replay.slots} sequences, the model was called with "
-                f"{inputs.shape[0]}: use one cache per batch"
+                f"the cache holds {held.pop()} sequences, the model was called with {inputs.shape[0]}: use "
+                "one cache per batch"
             )
 
     def _conv_layer(self, layer: int, inputs: torch.Tensor, kernel_size: int) -> ConvWindow:
@@ -367,6 +407,20 @@ class Session:
 
     def _new_replay(self, layers: list[LayerBuffers]) -> ReplayCache:
         return ReplayCache(layers, partial(kernels.materialize, backend=self.config.backend))
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Outputs of a replay step: going backward through them is an error, not a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, activation: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "replayed tokens have no gradient: train with use_cache=False, or disable() replay decoding"
+        )
 
 
 def _bytes(layer: LayerBuffers) -> int:
