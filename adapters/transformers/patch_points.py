@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from packaging.version import Version
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
@@ -191,13 +190,17 @@ def scan_signature(function: Callable[..., Any]) -> inspect.Signature:
 def assistance_refused(model: PreTrainedModel) -> UnsupportedModel | None:
     """The error for assisted generation with a model, where transformers can't do it right."""
     since, fault = ASSISTED_SINCE.get(model.config.model_type, ("0", ""))
-    if Version(transformers.__version__) >= Version(since):
+    if _minor(transformers.__version__) >= _minor(since):
         return None
     return UnsupportedModel(
         f"assisted generation with {type(model).__name__} needs transformers {since} or later: "
         f"{transformers.__version__} {fault}. Upgrade, or generate without prompt_lookup_num_tokens "
         "and assistant_model"
     )
+
+
+def _minor(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")[:2]]
 
 
 def modeling_module(module: nn.Module) -> Any:
