@@ -199,6 +199,7 @@ def detach(session: Session) -> None:
         if isinstance(layer, ReplayLayer):
             _restore(layer)
             layer.record_past = recording
+            layer.has_previous_state[0] = index in contents
             if index in contents:
                 _load(layer, contents[index])
     _restore(stock)

@@ -182,7 +182,7 @@ class Handle:
         if isinstance(cache, ReplayedCache):
             return cache.session
         inherited = stock_states(cache, self._layers)
-        session = Session(self.config, lambda: self.account, inherited, self._sessions.add)
+        session = Session(self.config, self._layers, lambda: self.account, inherited, self._sessions.add)
         attach(cache, session)
         return session
 

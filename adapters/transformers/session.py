@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,8 @@ class Forward:
         flush: whether the replayed ones make the rows flush.
         kept: replayed tokens that have not been taken back.
         settled: whether a `crop` has followed.
-        convolved: layers that have taken part.
+        convolved: layers that have begun it.
+        scanned: layers that have finished it.
     """
 
     tokens: int
@@ -48,6 +49,7 @@ class Forward:
     kept: int
     settled: bool = False
     convolved: set[int] = field(default_factory=set)
+    scanned: set[int] = field(default_factory=set)
 
     @property
     def tail(self) -> int:
@@ -77,6 +79,7 @@ class Session:
     def __init__(
         self,
         config: ReplayConfig,
+        layers: Iterable[int],
         account: Callable[[], Account],
         inherited: Mapping[int, StockState],
         register: Callable[[Session], None],
@@ -85,11 +88,13 @@ class Session:
 
         Args:
             config: window, draft limit, precision, backend.
+            layers: the recurrent layers, which all take part in a forward.
             account: gives the account in which a step is to be counted.
             inherited: by layer, what an unpatched model left in the cache.
             register: told of this session and of its copies.
         """
         self.config = config
+        self._layers = frozenset(layers)
         self._account = account
         self.cache: Callable[[], Any] = lambda: None
         self.recording = False
@@ -150,6 +155,7 @@ class Session:
             self._account().add_layer_step(
                 buffers.layout, _bytes(buffers), len(out), self.history, forward.tail, forward.flush
             )
+        forward.scanned.add(layer)
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         return out, out.new_empty(0)
 
@@ -241,7 +247,12 @@ class Session:
         self._clear({})
 
     def release(self) -> dict[int, StockState]:
-        """By layer, the content of the cache as an unpatched model would have left it."""
+        """By layer, the content of the cache as an unpatched model would have left it.
+
+        Nothing, where the last forward stopped half-way.
+        """
+        if self._forward is not None and self._forward.scanned != self._layers:
+            return {}
         self._commit()
         if self._replay is None or self._conv is None:
             return self._inherited
@@ -257,7 +268,7 @@ class Session:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """A session for a copied cache; configuration and account stay shared."""
-        copy = Session(self.config, self._account, {}, self._register)
+        copy = Session(self.config, self._layers, self._account, {}, self._register)
         memo[id(self)] = copy
         for name, value in vars(self).items():
             if name not in ("config", "cache", "_account", "_register"):
@@ -276,10 +287,9 @@ class Session:
         a prompt's last token, which an assistant takes back when its first draft is refused.
         """
         expected, self._expected = self._expected, None
-        if expected is None:
-            longest = self._max_draft if self.recording else 1
-            expected = tokens if not self._started or tokens > longest else 0
-        prompt = expected
+        longest = self._max_draft if self.recording else 1
+        prompt = tokens if not self._started or tokens > longest else 0
+        prompt = prompt if expected is None else expected
         head = max(prompt - 1, 0) if self.recording else prompt
         tail = tokens - head
         if head:
@@ -297,10 +307,20 @@ class Session:
         return Forward(tokens, head, prompt - head, flush, tail)
 
     def _commit(self) -> None:
-        """Move the cursors past the last forward, with what has been kept of it."""
-        forward, self._forward = self._forward, None
+        """Move the cursors past the last forward, with what has been kept of it.
+
+        Raises:
+            RuntimeError: it stopped half-way, so that layers differ in what they have seen.
+        """
+        forward = self._forward
         if forward is None:
             return
+        if forward.scanned != self._layers:
+            raise RuntimeError(
+                "the last forward over this cache was interrupted: its layers differ in what they have "
+                "seen. reset() it or make a new one"
+            )
+        self._forward = None
         assert self._replay is not None
         assert self._conv is not None
         rows = torch.arange(self._replay.slots, device=self._replay.cursors.start.device)

@@ -431,6 +431,35 @@ def test_offloading_leaves_replayed_layers_where_they_are(model: Any) -> None:
         stream.feed_each(1)
 
 
+def test_an_interrupted_forward(model: Any) -> None:
+    """Layers that have seen a token and layers that have not can't go on together."""
+    stream = Stream(model, zoo.tokens(2, 20))
+    handle = enable(model, window=4)
+    stream.feed(9)
+    stream.feed_each(2)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    last = handle.mixers[-1].module
+    hook = last.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stream.feed(1)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="interrupted: its layers differ in what they have seen"):
+        stream.feed(1)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        stream.cache.reorder_cache(torch.tensor([1, 0]))
+    twin = copy.deepcopy(stream.cache)
+    stream.cache.reset()
+    again = Stream(model, stream.ids, stream.cache)
+    again.feed(9)
+    again.feed_each(3)
+    handle.disable()
+    again.feed_each(3)
+    assert not twin.has_previous_state()
+
+
 # Caches that can't be served.
 
 

@@ -54,6 +54,22 @@ def test_scores_of_speculation(name: str) -> None:
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=0, atol=2e-4)
 
 
+def test_time_steps_are_bounded_where_stock_code_does_it() -> None:
+    """transformers bounds dt for a prompt, its last token included, and not for decoded tokens."""
+    case = zoo.BY_NAME["BambaForCausalLM"]
+    bounded = replace(case, settings={**case.settings, "time_step_limit": (0.9, 1.1)})
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+    expected = generate(bounded.build(), zoo.repetitive(), **options)
+    assert not torch.allclose(
+        expected.logits[0], generate(case.build(), zoo.repetitive(), **options).logits[0]
+    )
+    model = bounded.build()
+    enable(model, window=4)
+    for drafts in ({}, {"prompt_lookup_num_tokens": 3}):
+        got = generate(model, zoo.repetitive(), **drafts, **options)
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=0, atol=2e-4)
+
+
 class Tokens(BaseStreamer):
     """Collects what is streamed."""
 
@@ -202,12 +218,17 @@ def test_an_inner_model_without_generate(model: Any) -> None:
 
 def test_a_cache_passed_by_position() -> None:
     model = zoo.BY_NAME["OlmoHybridForCausalLM"].build()
-    mixer, inputs = model.model.layers[0].linear_attn, torch.randn(1, 5, 32)
+    mixers = [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
+    inputs = torch.randn(1, 5, 32)
     cache = DynamicCache(config=model.config)
     handle = enable(model)
     with torch.no_grad():
-        whole = mixer(inputs)
-        pieces = [mixer(inputs[:, :3], cache), mixer(inputs[:, 3:4], cache), mixer(inputs[:, 4:], cache)]
+        whole = mixers[0](inputs)
+        pieces = []
+        for piece in (inputs[:, :3], inputs[:, 3:4], inputs[:, 4:]):
+            # All of them, as a forward of the model does.
+            first, *_ = (mixer(piece, cache) for mixer in mixers)
+            pieces.append(first)
     torch.testing.assert_close(torch.cat(pieces, 1), whole)
     assert handle.account.steps == 2
 
