@@ -1,11 +1,12 @@
 """Kernels of ReplaySSM: step functions for each rule, and the operations on a slot's history."""
 
 from replayssm.kernels.api import compact, gdn_step, kda_step, mamba2_step, materialize
-from replayssm.kernels.registry import BackendUnavailable
+from replayssm.kernels.registry import BackendUnavailable, StepCall
 from replayssm.kernels.step_index import StepIndex
 
 __all__ = [
     "BackendUnavailable",
+    "StepCall",
     "StepIndex",
     "compact",
     "gdn_step",

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.checks import check_heads, check_step, expect
-from replayssm.kernels.registry import resolve
+from replayssm.kernels.checks import check_heads, check_step, expect, is_dense
+from replayssm.kernels.registry import StepCall, resolve, resolve_operation
 from replayssm.kernels.step_index import EVERY_ROW, StepIndex
 
 
@@ -65,14 +65,14 @@ def mamba2_step(
         dt_softplus: apply softplus to `dt + dt_bias`.
         window: L.
         index: which slots and how many tokens, see `StepIndex`.
-        backend: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+        backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
         `out`.
 
     Raises:
         ValueError: a shape, dtype or stride is wrong; the message names the tensor.
-        BackendUnavailable: the backend named cannot run here.
+        BackendUnavailable: the backend named cannot run here or does not serve such a step.
     """
     expect("state", state, (None, None, None, None))
     expect("B_cache", B_cache, (None, None, None, None))
@@ -92,7 +92,14 @@ def mamba2_step(
     expect("z", z, (*lead, H, P))
     expect("dt_bias", dt_bias, (H,))
     check_step(state, ring_start, hist_len, lead, out, x.shape, window, R, x_cache.shape[0], index)
-    return resolve(backend, x.device).mamba2_step(
+    batch, tokens = index.rows_and_tokens((lead[0], lead[1]))
+    call = StepCall(
+        Rule.MAMBA2, H, G, P, N, R, window, tokens, index.parents is not None, index.cu_seqlens is not None,
+        index.draft_lens is not None, dt_softplus or dt_bias is not None, False, z is not None, state.dtype,
+        _common_dtype(x, B, C, out, out if z is None else z), batch,
+        _dense(state, (x_cache, B_cache), (dt_cache,), out, index, ring_start, hist_len, A, D, dt_bias),
+    )  # fmt: skip
+    return resolve(backend, x.device, call).mamba2_step(
         state, x_cache, B_cache, dt_cache, ring_start, hist_len, x, dt, A, B, C, out, D, z, dt_bias,
         dt_softplus, window=window, index=index,
     )  # fmt: skip
@@ -150,21 +157,27 @@ def gdn_step(
         use_qk_l2norm: l2-normalise `q` and `k` (eps 1e-6 inside the root).
         window: L.
         index: which slots and how many tokens, see `StepIndex`.
-        backend: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+        backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
         `out`.
 
     Raises:
         ValueError: a shape, dtype or stride is wrong; the message names the tensor.
-        BackendUnavailable: the backend named cannot run here.
+        BackendUnavailable: the backend named cannot run here or does not serve such a step.
     """
     _check_delta(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, window, index, per_channel=False,
     )  # fmt: skip
     expect("dt_bias", dt_bias, (state.shape[1],))
-    return resolve(backend, q.device).gdn_step(
+    call = _delta_call(
+        Rule.GDN, state, k_cache, q, k, v, out, index, window, A_log is not None, False,
+        use_qk_l2norm,
+        _dense(state, (u_cache, k_cache, v_cache), (g_cache, beta_cache), out, index, ring_start, hist_len,
+               A_log, dt_bias),
+    )  # fmt: skip
+    return resolve(backend, q.device, call).gdn_step(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, _scale(scale, state), use_qk_l2norm, window=window, index=index,
     )  # fmt: skip
@@ -223,14 +236,14 @@ def kda_step(
         use_qk_l2norm: l2-normalise `q` and `k`.
         window: L.
         index: which slots and how many tokens, see `StepIndex`.
-        backend: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+        backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
         `out`.
 
     Raises:
         ValueError: a shape, dtype or stride is wrong; the message names the tensor.
-        BackendUnavailable: the backend named cannot run here.
+        BackendUnavailable: the backend named cannot run here or does not serve such a step.
     """
     _check_delta(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
@@ -244,7 +257,13 @@ def kda_step(
             f"lower_bound must be negative and comes with A_log, got {lower_bound} "
             f"{'without' if A_log is None else 'with'} A_log"
         )
-    return resolve(backend, q.device).kda_step(
+    call = _delta_call(
+        Rule.KDA, state, k_cache, q, k, v, out, index, window, A_log is not None, lower_bound is not None,
+        use_qk_l2norm,
+        _dense(state, (u_cache, k_cache, g_cache, v_cache), (beta_cache,), out, index, ring_start, hist_len,
+               A_log, dt_bias),
+    )  # fmt: skip
+    return resolve(backend, q.device, call).kda_step(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, lower_bound, _scale(scale, state), use_qk_l2norm,
         window=window, index=index,
@@ -285,7 +304,8 @@ def materialize(
         ring_indices: `[B]` int, ring of each row; `source` by default.
         A: per layer `[H]` fp32, for Mamba-2.
         use_qk_l2norm: as in the steps that wrote the records.
-        backend: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+        backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have steps only, take
+            the Triton one.
 
     Raises:
         ValueError: `A` is missing for Mamba-2, or layers and rings differ in number.
@@ -301,7 +321,7 @@ def materialize(
             f"A: Mamba-2 needs one [H] tensor for each of the {len(states)} layers, "
             f"got {'none' if A is None else len(A)}"
         )
-    resolve(backend, states[0].device).materialize(
+    resolve_operation(backend, states[0].device, "materialize").materialize(
         rule, states, rings, ring_start, count, source, target,
         window=window, ring_indices=source if ring_indices is None else ring_indices,
         A=A, use_qk_l2norm=use_qk_l2norm,
@@ -330,17 +350,70 @@ def compact(
         path: `[B, A]` int, node indices of the accepted path in order, ascending.
         path_len: `[B]` int, nodes accepted.
         ring_indices: `[B]` int; negative rows are skipped.
-        backend: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+        backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have steps only, take
+            the Triton one.
 
     Raises:
         BackendUnavailable: the backend named cannot run here.
     """
     if rings:
-        resolve(backend, ring_start.device).compact(rings, ring_start, hist_len, path, path_len, ring_indices)
+        module = resolve_operation(backend, ring_start.device, "compact")
+        module.compact(rings, ring_start, hist_len, path, path_len, ring_indices)
 
 
 def _scale(scale: float | None, state: torch.Tensor) -> float:
     return state.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _common_dtype(*tensors: torch.Tensor) -> torch.dtype | None:
+    first = tensors[0].dtype
+    return first if all(tensor.dtype is first for tensor in tensors) else None
+
+
+def _dense(
+    state: torch.Tensor,
+    rows: tuple[torch.Tensor, ...],
+    scalars: tuple[torch.Tensor, ...],
+    out: torch.Tensor,
+    index: StepIndex,
+    *vectors: torch.Tensor | None,
+) -> bool:
+    """`StepCall.dense`; `rows` are ring tensors `[.., R, dim]`, `scalars` those `[.., R]`."""
+    plain = (
+        *vectors, index.state_indices, index.ring_indices, index.draft_lens, index.cu_seqlens, index.parents,
+    )  # fmt: skip
+    return (
+        is_dense(state, 3)
+        and all(is_dense(ring, 2) for ring in rows)
+        and all(is_dense(ring, 1) for ring in scalars)
+        and is_dense(out, 2)
+        and all(tensor is None or tensor.is_contiguous() for tensor in plain)
+    )
+
+
+def _delta_call(
+    rule: Rule,
+    state: torch.Tensor,
+    k_cache: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    index: StepIndex,
+    window: int,
+    raw_gates: bool,
+    lower_bound: bool,
+    use_qk_l2norm: bool,
+    dense: bool,
+) -> StepCall:
+    HV, V, K = state.shape[1:]
+    H, R = k_cache.shape[1:3]
+    batch, tokens = index.rows_and_tokens((q.shape[0], q.shape[1]))
+    return StepCall(
+        rule, HV, H, V, K, R, window, tokens, index.parents is not None, index.cu_seqlens is not None,
+        index.draft_lens is not None, raw_gates, lower_bound, False, state.dtype,
+        _common_dtype(q, k, v, out), batch, dense, use_qk_l2norm=use_qk_l2norm,
+    )  # fmt: skip
 
 
 def _check_delta(

@@ -35,6 +35,18 @@ def expect(
         raise ValueError(f"{name}: expected a floating-point tensor, got {tensor.dtype}")
 
 
+def is_dense(tensor: torch.Tensor, inner: int) -> bool:
+    """Whether the last `inner` dimensions of a tensor lie dense in memory."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for size, stride in zip(tensor.shape[: -inner - 1 : -1], tensor.stride()[::-1], strict=False):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def check_heads(value_heads: int, key_heads: int) -> None:
     """Each key head (group) serves the same number of value heads.
 

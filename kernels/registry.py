@@ -1,13 +1,20 @@
-"""Backends by name. `auto` takes the first that can run and says so once; a name is an order."""
+"""Backends by name and by call. `auto` takes the first that serves the call and says so; a name is an order.
+
+A backend is a module with the step functions, `unavailable(device_type)` and `refuses(call)`. It may also
+have the slot operations `materialize`, `compact` and `commit`.
+"""
 
 from __future__ import annotations
 
 import logging
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
 
 import torch
+
+from replayssm.core.geometry import Rule
 
 logger = logging.getLogger(__name__)
 
@@ -17,47 +24,165 @@ BACKENDS: dict[str, str] = {
 }
 PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch")}
 """What `auto` tries on a kind of device, in this order; on any other device the torch backend."""
-NAMES = ("auto", "torch", "triton", "flashinfer")
+NAMES = ("auto", "torch", "triton", "cuda", "flashinfer")
+STAND_IN = "triton"
+"""The backend whose slot operations serve a backend that was named and has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """What is known of a step on the host: all that a backend may decide by whether to serve it.
+
+    Attributes:
+        rule: which recurrence.
+        value_heads: HV (Mamba-2: H).
+        key_heads: H (Mamba-2: groups G).
+        value_dim: V (Mamba-2: P).
+        state_dim: K (Mamba-2: N).
+        rows: R, rows of the ring.
+        window: L.
+        tokens: T, the most tokens of a row.
+        tree: draft trees, `index.parents` is given.
+        varlen: packed inputs, `index.cu_seqlens` is given.
+        draft_lens: rows of different T in dense inputs, `index.draft_lens` is given.
+        raw_gates: the step computes the gates: `A_log` is given, or for Mamba-2 `dt_bias` or
+            `dt_softplus`.
+        lower_bound: KDA's bounded gate.
+        z: Mamba-2's output gate is given.
+        state_dtype: dtype of the checkpoints.
+        activation_dtype: dtype of `x`, `B`, `C`, `z` or of `q`, `k`, `v`, and of `out`; `None` where they
+            differ.
+        batch: B.
+        dense: states are dense within a slot, ring tensors within a head, `out` within a token, cursors,
+            index and parameters altogether.
+        stochastic: folds round stochastically.
+        use_qk_l2norm: the step normalises `q` and `k`; false for Mamba-2.
+    """
+
+    rule: Rule
+    value_heads: int
+    key_heads: int
+    value_dim: int
+    state_dim: int
+    rows: int
+    window: int
+    tokens: int
+    tree: bool
+    varlen: bool
+    draft_lens: bool
+    raw_gates: bool
+    lower_bound: bool
+    z: bool
+    state_dtype: torch.dtype
+    activation_dtype: torch.dtype | None
+    batch: int
+    dense: bool = True
+    stochastic: bool = False
+    use_qk_l2norm: bool = False
 
 
 class BackendUnavailable(RuntimeError):
-    """A backend that was asked for by name cannot run here."""
+    """A backend that was asked for by name cannot run here, or does not serve the call."""
 
 
-def resolve(name: str, device: torch.device) -> ModuleType:
-    """The backend module for a call.
+def resolve(name: str, device: torch.device, call: StepCall | None = None) -> ModuleType:
+    """The backend module for a step.
 
     Args:
-        name: `"auto"`, `"torch"`, `"triton"` or `"flashinfer"`.
+        name: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
         device: where the tensors are.
+        call: the step; `None` asks by device alone, before there is a step.
 
     Raises:
         ValueError: no such name.
-        BackendUnavailable: the backend named cannot run here; says why.
+        BackendUnavailable: the backend named cannot run here, or refuses the call; says why.
     """
-    return _resolve(name, device.type)
+    return _resolve(name, device.type, call)
+
+
+def resolve_operation(name: str, device: torch.device, operation: str) -> ModuleType:
+    """The backend module for a slot operation.
+
+    Backends that lack the operation are passed over by `auto`; named, they leave it to the Triton backend,
+    which reads and writes the same layout.
+
+    Args:
+        name: as for `resolve`.
+        device: where the tensors are.
+        operation: `"materialize"`, `"compact"` or `"commit"`.
+
+    Raises:
+        ValueError: no such name.
+        BackendUnavailable: the backend named, or the one in its place, cannot run here; says why.
+    """
+    return _resolve_operation(name, device.type, operation)
+
+
+@lru_cache(maxsize=8192)
+def _resolve(name: str, device_type: str, call: StepCall | None) -> ModuleType:
+    _known(name)
+    if name != "auto":
+        module, reason = _serves(name, device_type, call)
+        if module is None:
+            what = "cannot run" if call is None else f"cannot serve this {call.rule} step"
+            raise BackendUnavailable(f"backend {name!r} {what} on {device_type}: {reason}")
+        return module
+    passed_over: list[str] = []
+    for candidate in PREFERENCE.get(device_type, ("torch",)):
+        module, reason = _serves(candidate, device_type, call)
+        if module is not None:
+            _say(candidate, device_type, None if call is None else call.rule, passed_over)
+            return module
+        passed_over.append(f"{candidate}: {reason}")
+    raise BackendUnavailable(f"no backend can run on {device_type}: {'; '.join(passed_over)}")
 
 
 @cache
-def _resolve(name: str, device_type: str) -> ModuleType:
+def _resolve_operation(name: str, device_type: str, operation: str) -> ModuleType:
+    _known(name)
+    if name != "auto":
+        named = _load(name, device_type)
+        return named if hasattr(named, operation) else _load(STAND_IN, device_type)
+    reasons: list[str] = []
+    for candidate in PREFERENCE.get(device_type, ("torch",)):
+        module, reason = _serves(candidate, device_type, None)
+        if module is not None and hasattr(module, operation):
+            return module
+        reasons.append(f"{candidate}: {reason or f'has no {operation}'}")
+    raise BackendUnavailable(f"no backend can run {operation} on {device_type}: {'; '.join(reasons)}")
+
+
+def _known(name: str) -> None:
     if name not in NAMES:
         raise ValueError(f"unknown backend {name!r}: expected one of {', '.join(NAMES)}")
-    if name != "auto":
-        module, reason = _load(name, device_type)
-        if module is None:
-            raise BackendUnavailable(f"backend {name!r} cannot run on {device_type}: {reason}")
-        return module
-    for candidate in PREFERENCE.get(device_type, ("torch",)):
-        module, _ = _load(candidate, device_type)
-        if module is not None:
-            logger.info("replayssm: backend auto chose %s on %s", candidate, device_type)
-            return module
-    raise BackendUnavailable(f"no backend can run on {device_type}")
 
 
-def _load(name: str, device_type: str) -> tuple[ModuleType | None, str | None]:
+def _load(name: str, device_type: str) -> ModuleType:
+    module, reason = _serves(name, device_type, None)
+    if module is None:
+        raise BackendUnavailable(f"backend {name!r} cannot run on {device_type}: {reason}")
+    return module
+
+
+def _serves(name: str, device_type: str, call: StepCall | None) -> tuple[ModuleType | None, str | None]:
+    """The module, or why it cannot serve the call."""
     if name not in BACKENDS:
         return None, "this release does not include it; use backend='torch' or 'auto'"
     module = import_module(BACKENDS[name])
     reason: str | None = module.unavailable(device_type)
+    if reason is None and call is not None:
+        reason = module.refuses(call)
     return (module, None) if reason is None else (None, reason)
+
+
+_said: set[tuple[str, str, Rule | None]] = set()
+
+
+def _say(name: str, device_type: str, rule: Rule | None, passed_over: list[str]) -> None:
+    """One log line for each rule and backend that `auto` chose."""
+    if (name, device_type, rule) in _said:
+        return
+    _said.add((name, device_type, rule))
+    purpose = "" if rule is None else f" for {rule}"
+    because = f" ({'; '.join(passed_over)})" if passed_over else ""
+    logger.info("replayssm: backend auto chose %s%s on %s%s", name, purpose, device_type, because)

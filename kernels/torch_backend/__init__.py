@@ -12,6 +12,7 @@ import torch
 
 from replayssm.core.geometry import Rule
 from replayssm.core.rows import write_rows, zero_where
+from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 from replayssm.kernels.torch_backend import delta, mamba2
 from replayssm.kernels.torch_backend.step_rows import StepRows
@@ -19,6 +20,11 @@ from replayssm.kernels.torch_backend.step_rows import StepRows
 
 def unavailable(device_type: str) -> str | None:
     """Why this backend cannot run on a device: it always can."""
+    return None
+
+
+def refuses(call: StepCall) -> str | None:
+    """Why this backend does not serve a step: it serves all."""
     return None
 
 

@@ -23,10 +23,11 @@ else:
     _MISSING = None
 
 from replayssm.core.geometry import Rule
+from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 from replayssm.kernels.torch_backend import compact
 
-__all__ = ["compact", "gdn_step", "kda_step", "mamba2_step", "materialize", "unavailable"]
+__all__ = ["compact", "gdn_step", "kda_step", "mamba2_step", "materialize", "refuses", "unavailable"]
 
 
 def unavailable(device_type: str) -> str | None:
@@ -36,6 +37,16 @@ def unavailable(device_type: str) -> str | None:
     if device_type == "cuda" or triton.knobs.runtime.interpret:
         return None
     return "Triton needs a GPU; on a CPU set TRITON_INTERPRET=1, which is meant for tests"
+
+
+def refuses(call: StepCall) -> str | None:
+    """Why this backend does not serve a step; `None` when it does."""
+    if call.dense:
+        return None
+    return (
+        "states must be dense within a slot, rings within a head, out within a token, cursors, index and "
+        "parameters altogether; pass such tensors or use backend='torch'"
+    )
 
 
 def mamba2_step(

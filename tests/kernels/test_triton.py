@@ -175,3 +175,15 @@ def test_unavailable_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(BackendUnavailable, match="Triton needs a GPU"):
         kernels.registry.resolve("triton", torch.device("cpu"))
     kernels.registry._resolve.cache_clear()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_not_dense_is_refused(rule: str) -> None:
+    """An output with gaps between heads is another kernel's, not one written in the wrong places."""
+    layer = make_layer(small(rule))
+    walk = Walk.of(layer)
+    walk.hand_out(0)
+    inputs = draw(layer, 1, 1, walk.generator)
+    gaps = torch.empty(1, 1, 6, 21)[..., 1:]
+    with pytest.raises(BackendUnavailable, match="'triton' cannot serve .*: states must be dense within a"):
+        run_step(layer, walk.cache, inputs, StepIndex(ints([0])), out=gaps)
