@@ -1,6 +1,6 @@
 """Kernels of ReplaySSM: step functions for each rule, and the operations on a slot's history."""
 
-from replayssm.kernels.api import compact, gdn_step, kda_step, mamba2_step, materialize
+from replayssm.kernels.api import commit, compact, gdn_step, kda_step, mamba2_step, materialize
 from replayssm.kernels.registry import BackendUnavailable, StepCall
 from replayssm.kernels.step_index import StepIndex
 
@@ -8,6 +8,7 @@ __all__ = [
     "BackendUnavailable",
     "StepCall",
     "StepIndex",
+    "commit",
     "compact",
     "gdn_step",
     "kda_step",

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.checks import check_heads, check_step, expect, is_dense
+from replayssm.kernels.checks import check_commit, check_heads, check_step, expect, is_dense
 from replayssm.kernels.registry import StepCall, resolve, resolve_operation
 from replayssm.kernels.step_index import EVERY_ROW, StepIndex
 
@@ -341,7 +341,7 @@ def compact(
 ) -> None:
     """Move a draft tree's accepted records to the front of the step's ring rows, in all layers.
 
-    Afterwards the accepted path is contiguous, as a chain's would be, and `Cursors.commit` can follow.
+    Afterwards the accepted path is contiguous, as a chain's would be, and `commit` can follow.
 
     Args:
         rings: per layer the ring tensors by name; mutated.
@@ -359,6 +359,49 @@ def compact(
     if rings:
         module = resolve_operation(backend, ring_start.device, "compact")
         module.compact(rings, ring_start, hist_len, path, path_len, ring_indices)
+
+
+@torch.no_grad()
+def commit(
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    slots: torch.Tensor,
+    draft_lens: torch.Tensor | int,
+    accepted: torch.Tensor | int | None = None,
+    *,
+    window: int,
+    rows: int,
+    pad_slot_id: int = -1,
+    backend: str = "auto",
+) -> None:
+    """End a step: move the cursors, once for all layers.
+
+    A step is, on one stream: the step function of every layer; for draft trees `compact`; then `commit`.
+    Rows that the layers flushed (`h + T > window`) get `start += h, h = 0`, then `h += accepted`. Standard
+    decoding is `draft_lens=1`. One launch on a GPU, safe inside a captured CUDA graph.
+
+    Args:
+        ring_start: `[rings]` int32, strides free; mutated.
+        hist_len: `[rings]` int32, strides free; mutated.
+        slots: `[B]` int32 or int64, ring of each row of the step (`index.ring_indices` where given, else
+            `index.state_indices`); negative or `pad_slot_id`: a pad, nothing is touched. Rows that
+            repeat a slot must bring the same numbers.
+        draft_lens: `[B]` int32 or int64, `T` of each row as the layers saw it, or one int for all rows.
+        accepted: `[B]` int32 or int64, `0 <= accepted <= T`, or one int for all rows; `None`: all drafts.
+        window: L.
+        rows: R, rows of the ring.
+        pad_slot_id: value in `slots` that marks a pad besides the negative ones.
+        backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have steps only, take
+            the Triton one.
+
+    Raises:
+        ValueError: a shape or dtype is wrong, or a number is out of range; the message names it.
+        BackendUnavailable: the backend named cannot run here.
+    """
+    check_commit(ring_start, hist_len, slots, draft_lens, accepted, window, rows)
+    resolve_operation(backend, ring_start.device, "commit").commit(
+        ring_start, hist_len, slots, draft_lens, accepted, window=window, rows=rows, pad_slot_id=pad_slot_id
+    )
 
 
 def _scale(scale: float | None, state: torch.Tensor) -> float:

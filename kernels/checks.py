@@ -94,6 +94,45 @@ def check_step(
         )
 
 
+def check_commit(
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    slots: torch.Tensor,
+    draft_lens: torch.Tensor | int,
+    accepted: torch.Tensor | int | None,
+    window: int,
+    rows: int,
+) -> None:
+    """What `commit` checks.
+
+    Raises:
+        ValueError: as `expect`.
+    """
+    for name, cursor in (("ring_start", ring_start), ("hist_len", hist_len)):
+        if cursor.dim() != 1 or cursor.shape != ring_start.shape or cursor.dtype != torch.int32:
+            raise ValueError(
+                f"{name}: expected [rings] torch.int32, the same for both cursors, "
+                f"got {list(cursor.shape)} {cursor.dtype}"
+            )
+    if not 1 <= window < rows:
+        raise ValueError(f"expected 1 <= window < rows, got window L={window} and R={rows} rows")
+    batch = slots.shape[:1]
+    most = draft_lens if isinstance(draft_lens, int) else rows - window
+    for name, values, limit in (
+        ("slots", slots, 0),
+        ("draft_lens", draft_lens, rows - window),
+        ("accepted", accepted, most),
+    ):
+        if isinstance(values, torch.Tensor):
+            if values.dim() != 1 or values.shape != batch or values.dtype not in (torch.int32, torch.int64):
+                raise ValueError(
+                    f"{name}: expected [{', '.join(map(str, batch)) or 'B'}] int32 or int64, "
+                    f"got {list(values.shape)} {values.dtype}"
+                )
+        elif values is not None and not 0 <= values <= limit:
+            raise ValueError(f"{name}: expected 0 to {limit}, got {values}")
+
+
 def _check_index(index: StepIndex, lead: torch.Size, slots: int, rings: int) -> None:
     if (index.cu_seqlens is None) != (index.max_seqlen is None):
         raise ValueError("cu_seqlens and max_seqlen come together: pass both or neither")

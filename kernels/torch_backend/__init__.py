@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from replayssm.core.cursors import Cursors
 from replayssm.core.geometry import Rule
 from replayssm.core.rows import write_rows, zero_where
 from replayssm.kernels.registry import StepCall
@@ -185,6 +186,28 @@ def compact(
             records = cache[ring[:, None], :, (origin + node) % ring_rows]
             position = ((origin + place) % ring_rows).flatten()
             write_rows(cache, every, records.flatten(0, 1), moved.flatten(), position)
+
+
+def commit(
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    slots: torch.Tensor,
+    draft_lens: torch.Tensor | int,
+    accepted: torch.Tensor | int | None,
+    *,
+    window: int,
+    rows: int,
+    pad_slot_id: int,
+) -> None:
+    """See `replayssm.kernels.commit`."""
+    if isinstance(draft_lens, int):
+        draft_lens = torch.full_like(slots, draft_lens, dtype=torch.int32)
+    if accepted is None:
+        accepted = draft_lens
+    elif isinstance(accepted, int):
+        accepted = torch.full_like(slots, accepted, dtype=torch.int32)
+    slots = torch.where(slots == pad_slot_id, -1, slots)
+    Cursors(ring_start, hist_len, window, rows).commit(slots, draft_lens, accepted)
 
 
 def _rows(

@@ -16,6 +16,7 @@ try:
     import triton
 
     from replayssm.kernels.triton_backend import delta, mamba2
+    from replayssm.kernels.triton_backend import slots as slot_kernels
     from replayssm.kernels.triton_backend.launch import Shape, power, shape
 except ImportError as error:
     _MISSING: str | None = f"triton can't be imported ({error}); pip install triton"
@@ -27,7 +28,16 @@ from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 from replayssm.kernels.torch_backend import compact
 
-__all__ = ["compact", "gdn_step", "kda_step", "mamba2_step", "materialize", "refuses", "unavailable"]
+__all__ = [
+    "commit",
+    "compact",
+    "gdn_step",
+    "kda_step",
+    "mamba2_step",
+    "materialize",
+    "refuses",
+    "unavailable",
+]
 
 
 def unavailable(device_type: str) -> str | None:
@@ -232,6 +242,34 @@ def materialize(
                 HV=HV, H=H, V=V, K=K, BV=tile, **_cut("NK", "KI", K), BL=records,
                 PER_CHANNEL=rule is Rule.KDA, L2NORM=use_qk_l2norm,
             )  # fmt: skip
+
+
+def commit(
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    slots: torch.Tensor,
+    draft_lens: torch.Tensor | int,
+    accepted: torch.Tensor | int | None,
+    *,
+    window: int,
+    rows: int,
+    pad_slot_id: int,
+) -> None:
+    """See `replayssm.kernels.commit`."""
+    batch = len(slots)
+    if batch == 0:
+        return
+    has_draft, has_accepted = isinstance(draft_lens, torch.Tensor), isinstance(accepted, torch.Tensor)
+    slot_kernels.commit[(triton.cdiv(batch, 256),)](
+        ring_start, hist_len, _flat(slots), _flat(draft_lens), _flat(accepted), pad_slot_id,
+        ring_start.stride(0), hist_len.stride(0), batch, 0 if has_draft else draft_lens,
+        0 if has_accepted or accepted is None else accepted, rows, window,
+        BLOCK=256, HAS_DRAFT=has_draft, HAS_ACCEPTED=has_accepted, ALL=accepted is None,
+    )  # fmt: skip
+
+
+def _flat(values: torch.Tensor | int | None) -> torch.Tensor | None:
+    return values.contiguous() if isinstance(values, torch.Tensor) else None
 
 
 def _cut(outer: str, inner: str, size: int) -> dict[str, int]:

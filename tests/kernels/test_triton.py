@@ -185,5 +185,5 @@ def test_what_is_not_dense_is_refused(rule: str) -> None:
     walk.hand_out(0)
     inputs = draw(layer, 1, 1, walk.generator)
     gaps = torch.empty(1, 1, 6, 21)[..., 1:]
-    with pytest.raises(BackendUnavailable, match="'triton' cannot serve .*: states must be dense within a"):
+    with pytest.raises(BackendUnavailable, match=r"'triton' cannot serve .*: states must be dense within a"):
         run_step(layer, walk.cache, inputs, StepIndex(ints([0])), out=gaps)
