@@ -1,0 +1,243 @@
+"""The `cuda` backend: the step as CUDA C++, compiled at first use; for chains on NVIDIA GPUs.
+
+It serves what the models that people run ask for, and refuses the rest: key dimension 128, at most 16
+tokens a row (KDA: 8), windows to 32 (KDA: 16), no draft trees. `step.cu` says how it works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from replayssm.core.geometry import Rule
+from replayssm.kernels.cuda_backend.cut import Cut, cut
+from replayssm.kernels.cuda_backend.build import KEY_DIM, MISSING, TYPES, UNIT, Config, Params, program
+from replayssm.kernels.registry import StepCall
+from replayssm.kernels.step_index import StepIndex
+
+__all__ = ["gdn_step", "kda_step", "mamba2_step", "refuses", "unavailable"]
+
+_ALIGNMENT = 16
+_MOST_ROWS = 65535
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why this backend cannot run on a device; `None` when it can."""
+    if device_type != "cuda" or torch.version.cuda is None:
+        return "it needs an NVIDIA GPU"
+    if MISSING is not None:
+        return MISSING
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0 or higher, this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def refuses(call: StepCall) -> str | None:
+    """Why this backend does not serve a step; `None` when it does."""
+    kda = call.rule is Rule.KDA
+    most, longest = (8, 16) if kda else (16, 32)
+    refusals = (
+        (call.state_dim != KEY_DIM, f"it needs a key dimension of {KEY_DIM}, got {call.state_dim}"),
+        (call.value_dim % 4 != 0, f"it needs a value dimension that 4 divides, got {call.value_dim}"),
+        (call.tokens > most, f"it takes at most {most} tokens a row, got {call.tokens}"),
+        (call.window > longest, f"it takes windows to {longest}, got {call.window}"),
+        (call.tree, "it serves chains, not draft trees"),
+        (call.activation_dtype is None, "it needs inputs, rings and out in one dtype"),
+        (call.batch > _MOST_ROWS, f"it takes at most {_MOST_ROWS} rows, got {call.batch}"),
+        (not call.dense, "it needs states, rings, out, cursors, index and parameters dense"),
+    )
+    return next((reason for applies, reason in refusals if applies), None)
+
+
+def mamba2_step(
+    state: torch.Tensor,
+    x_cache: torch.Tensor,
+    B_cache: torch.Tensor,
+    dt_cache: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    out: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    *,
+    window: int,
+    index: StepIndex,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
+    share: Cut | None = None,
+) -> torch.Tensor:
+    """See `replayssm.kernels.mamba2_step`; `share` overrides how the work is cut, for measurements."""
+    params = Params(softplus=dt_softplus, scale=1.0)
+    _rings(params, (("u", x_cache), ("k", B_cache), ("g", dt_cache)))
+    inputs = (("q", C, 2), ("k", B, 2), ("v", x, 2), ("g", dt, 1), ("z", z, 2))
+    return _step(
+        Rule.MAMBA2, params, state, B_cache, ring_start, hist_len, inputs, out,
+        (("A", A), ("D", D), ("dt_bias", dt_bias)), window, index, rand_seed, layer, share,
+    )  # fmt: skip
+
+
+def gdn_step(
+    *args: Any,
+    window: int,
+    index: StepIndex,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
+    share: Cut | None = None,
+) -> torch.Tensor:
+    """See `replayssm.kernels.gdn_step`; `share` overrides how the work is cut, for measurements."""
+    *tensors, scale, use_qk_l2norm = args
+    params = Params(scale=scale, l2norm=use_qk_l2norm)
+    return _delta_step(Rule.GDN, params, tensors, window, index, rand_seed, layer, share)
+
+
+def kda_step(
+    *args: Any,
+    window: int,
+    index: StepIndex,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
+    share: Cut | None = None,
+) -> torch.Tensor:
+    """See `replayssm.kernels.kda_step`; `share` overrides how the work is cut, for measurements."""
+    *tensors, lower_bound, scale, use_qk_l2norm = args
+    params = Params(
+        scale=scale, l2norm=use_qk_l2norm, bounded=lower_bound is not None, bound=lower_bound or 0.0
+    )
+    return _delta_step(Rule.KDA, params, tensors, window, index, rand_seed, layer, share)
+
+
+def _delta_step(
+    rule: Rule,
+    params: Params,
+    tensors: Sequence[Any],
+    window: int,
+    index: StepIndex,
+    rand_seed: torch.Tensor | None,
+    layer: int,
+    share: Cut | None,
+) -> torch.Tensor:
+    """A step of either delta rule; `tensors` are those of the public functions, in their order."""
+    state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len = tensors[:8]
+    q, k, v, g, beta, out, A_log, dt_bias = tensors[8:]
+    rings = (("u", u_cache), ("k", k_cache), ("g", g_cache), ("v", v_cache), ("beta", beta_cache))
+    _rings(params, rings)
+    inputs = (("q", q, 2), ("k", k, 2), ("v", v, 2), ("g", g, g.dim() - 2), ("beta", beta, 1))
+    return _step(
+        rule, params, state, k_cache, ring_start, hist_len, inputs, out,
+        (("A", A_log), ("D", None), ("dt_bias", dt_bias)), window, index, rand_seed, layer, share,
+    )  # fmt: skip
+
+
+def _step(
+    rule: Rule,
+    params: Params,
+    state: torch.Tensor,
+    key_ring: torch.Tensor,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    inputs: Sequence[tuple[str, torch.Tensor | None, int]],
+    out: torch.Tensor,
+    parameters: Sequence[tuple[str, torch.Tensor | None]],
+    window: int,
+    index: StepIndex,
+    rand_seed: torch.Tensor | None,
+    layer: int,
+    share: Cut | None,
+) -> torch.Tensor:
+    """One launch over the rows of `index`."""
+    if index.cu_seqlens is not None:
+        out.zero_()
+    HV, V, _ = state.shape[1:]
+    H, R = key_ring.shape[1:3]
+    batch, tokens = index.rows_and_tokens((out.shape[0], out.shape[1]))
+    if batch == 0 or tokens == 0:
+        return out
+    lens = index.draft_lens if index.cu_seqlens is None else index.cu_seqlens
+    params.state, params.s_state = _address("state", state), state.stride(0)
+    params.ring_start, params.hist_len = ring_start.data_ptr(), hist_len.data_ptr()
+    kept = []  # copies live until the launch is queued
+    for name, tensor, inner in inputs:
+        if tensor is None:
+            continue
+        tensor = _dense(tensor, inner)
+        kept.append(tensor)
+        setattr(params, f"{name}_in", tensor.data_ptr())
+        setattr(params, f"b_{name}", tensor.stride(0))
+        setattr(params, f"t_{name}", tensor.stride(1))
+        if name in ("g", "beta"):
+            setattr(params, f"{name}_type", TYPES[tensor.dtype])
+    params.out, params.b_out, params.t_out = _address("out", out), out.stride(0), out.stride(1)
+    for name, tensor in parameters:
+        if tensor is not None:
+            setattr(params, name, tensor.data_ptr())
+            setattr(params, "bias_type" if name == "dt_bias" else f"{name}_type", TYPES[tensor.dtype])
+    for name, tensor, wide in (
+        ("state_indices", index.state_indices, "wide_state"),
+        ("ring_indices", index.ring_indices, "wide_ring"),
+        ("lens", lens, "wide_lens"),
+    ):
+        if tensor is not None:
+            setattr(params, name, tensor.data_ptr())
+            setattr(params, wide, tensor.dtype is torch.int64)
+    params.rand_seed = None if rand_seed is None else rand_seed.data_ptr()
+    params.varlen = index.cu_seqlens is not None
+    params.R, params.L, params.T, params.HV = R, window, tokens, HV
+    params.pad_slot, params.layer = index.pad_slot_id, layer
+    share = share or cut(rule, V, HV // H, batch * HV)
+    config = Config(
+        rule, V, HV // H, state.dtype, out.dtype, 4 if tokens <= 4 else 8 if tokens <= 8 else 16,
+        2 if window <= 16 else 4, share.units, share.heads, rand_seed is not None,
+    )  # fmt: skip
+    parts = -(-V // (UNIT * share.units))
+    stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
+    device = -1 if out.device.index is None else out.device.index
+    program(config, device).launch((HV // share.heads * parts, batch), params, stream)
+    return out
+
+
+def _rings(params: Params, rings: Sequence[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in rings:
+        setattr(params, name, _address(f"{name} ring", tensor))
+        setattr(params, f"s_{name}", tensor.stride(0))
+        setattr(params, f"h_{name}", tensor.stride(1))
+
+
+def _address(name: str, tensor: torch.Tensor) -> int:
+    """The tensor's address.
+
+    Raises:
+        ValueError: it or a slot of it is not on a 16-byte boundary, where vectors are read.
+    """
+    address = tensor.data_ptr()
+    if tensor.dim() == 4 and not _aligned(tensor):
+        raise ValueError(
+            f"{name}: expected every slot on a {_ALIGNMENT}-byte boundary for backend 'cuda', got address "
+            f"{address:#x} with strides {tensor.stride()}: align the pool, or use backend='triton'"
+        )
+    return address
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    size = tensor.element_size()
+    steps = [stride * size for stride, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True) if n > 1]
+    return not any(step % _ALIGNMENT for step in (tensor.data_ptr(), *steps))
+
+
+def _dense(tensor: torch.Tensor, inner: int) -> torch.Tensor:
+    """The tensor with its last `inner` dimensions dense and vectors of it aligned; else a copy."""
+    stride = 1
+    for dim in range(1, inner + 1):
+        if tensor.shape[-dim] != 1 and tensor.stride(-dim) != stride:
+            return tensor.contiguous()
+        stride *= tensor.shape[-dim]
+    return tensor if inner < 2 or _aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)

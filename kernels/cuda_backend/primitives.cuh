@@ -1,0 +1,63 @@
+// What the step kernel asks of the machine: conversions, shuffles, asynchronous copies, one matrix product.
+// The tests' emulator has a file of the same functions for a CPU.
+
+#define DEVICE __device__ __forceinline__
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+
+DEVICE int lane_id() { return threadIdx.x; }
+DEVICE int grid_x() { return blockIdx.x; }
+DEVICE int grid_y() { return blockIdx.y; }
+
+DEVICE u32 bits(float x) { return __float_as_uint(x); }
+DEVICE float real(u32 x) { return __uint_as_float(x); }
+
+DEVICE float half_to_float(u16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+DEVICE u16 float_to_half(float x) {  // to nearest even
+    u16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+DEVICE u16 float_to_bfloat(float x) {  // to nearest even
+    u16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+DEVICE u32 high_product(u32 a, u32 b) { return __umulhi(a, b); }
+
+DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE void warp_sync() { __syncwarp(); }
+
+// d += a @ b of tf32 operands: a 16 x 8, b 8 x 8, in the layout of the instruction. The low 13 bits of an
+// operand are not read.
+DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(bits(a[0])), "r"(bits(a[1])), "r"(bits(a[2])), "r"(bits(a[3])), "r"(bits(b[0])), "r"(bits(b[1])));
+}
+
+// 16 bytes to shared memory without registers; zeros where `inside` is false.
+DEVICE void copy_async(void* shared, const void* global, bool inside) {
+    u32 to = (u32)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(inside ? 16 : 0)
+                 : "memory");
+}
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+DEVICE void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+extern __shared__ __align__(16) unsigned char shared_memory[];

@@ -1,0 +1,52 @@
+"""The CUDA backend's kernel on a CPU: its source, compiled by g++ with an emulator of one warp."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from replayssm.kernels import cuda_backend, registry
+from replayssm.kernels.cuda_backend import build
+from replayssm.kernels.cuda_backend.build import Config, Params
+
+HERE = Path(__file__).with_name("emulator")
+COMPILER = shutil.which("g++")
+
+
+class EmulatedProgram:
+    """A configuration's kernel, as `Program` is; blocks and lanes run one after another."""
+
+    def __init__(self, config: Config) -> None:
+        kernel = Path(build.__file__).with_name("step.cu").read_text(encoding="utf-8")
+        parts = ((HERE / "primitives.hpp").read_text(), kernel, (HERE / "main.hpp").read_text())
+        folder = Path(mkdtemp(prefix="emulated"))
+        source, library = folder / "step.cpp", folder / "step.so"
+        source.write_text("\n".join(parts), encoding="utf-8")
+        command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", *config.defines(), "-o", library, source]
+        subprocess.run(command, check=True)
+        self._library = ctypes.CDLL(str(library))
+        shutil.rmtree(folder)
+        assert self._library.shared_bytes() == config.shared_bytes
+
+    def launch(self, blocks: tuple[int, int], params: Params, stream: int) -> None:
+        assert stream == 0
+        self._library.launch(*blocks, ctypes.byref(params))
+
+
+@cache
+def emulated_program(config: Config, device: int) -> EmulatedProgram:
+    return EmulatedProgram(config)
+
+
+def serve_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make backend "cuda" run here, emulated."""
+    monkeypatch.setitem(registry.BACKENDS, "cuda", cuda_backend.__name__)
+    monkeypatch.setattr(cuda_backend, "unavailable", lambda device_type: None)
+    monkeypatch.setattr(cuda_backend, "program", emulated_program)
+    registry._resolve.cache_clear()

@@ -1,0 +1,37 @@
+// Runs the kernel of the source before this over a grid.
+
+static Params arguments;
+static void lane_main() {
+    replay_step(arguments);
+    int self = warp::at;
+    warp::lanes[self].done = true;
+    for (int i = 1; i <= 32; i++)
+        if (!warp::lanes[(self + i) % 32].done) {
+            warp::at = (self + i) % 32;
+            setcontext(&warp::lanes[warp::at].context);
+        }
+    setcontext(&warp::home);
+}
+
+extern "C" void launch(int blocks_x, int blocks_y, const Params* params) {
+    static std::vector<unsigned char> stacks(32 * (1 << 18));
+    arguments = *params;
+    for (warp::block_y = 0; warp::block_y < blocks_y; warp::block_y++)
+        for (warp::block_x = 0; warp::block_x < blocks_x; warp::block_x++) {
+            memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
+            for (int i = 0; i < 32; i++) {
+                auto& lane = warp::lanes[i];
+                lane.groups.assign(1, {});
+                lane.done = false;
+                warp::turn[i] = 0;
+                getcontext(&lane.context);
+                lane.context.uc_stack.ss_sp = stacks.data() + i * (1 << 18);
+                lane.context.uc_stack.ss_size = 1 << 18;
+                lane.context.uc_link = nullptr;
+                makecontext(&lane.context, lane_main, 0);
+            }
+            warp::at = 0;
+            swapcontext(&warp::home, &warp::lanes[0].context);
+        }
+}
+extern "C" int shared_bytes() { return SHARED_BYTES; }

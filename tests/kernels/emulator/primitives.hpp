@@ -1,0 +1,110 @@
+// A warp on a CPU: 32 fibers that take turns, so that the CUDA source runs without a GPU.
+//
+// Every collective (shuffle, product, barrier) hands over to the next lane and returns once all lanes have
+// come to it. A lane's asynchronous copies land only when it waits for them, so a missing wait or barrier
+// shows.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define DEVICE static inline
+#define __global__
+#define __launch_bounds__(n)
+#define __grid_constant__
+
+typedef uint32_t u32;
+typedef uint16_t u16;
+typedef uint64_t u64;
+typedef long long i64;
+
+struct float4 { float x, y, z, w; };
+struct uint4 { u32 x, y, z, w; };
+struct uint2 { u32 x, y; };
+DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+DEVICE float rsqrtf(float x) { return 1.f / sqrtf(x); }
+
+namespace warp {
+struct Copy { void* to; const void* from; bool inside; };
+struct Lane {
+    ucontext_t context;
+    std::vector<std::vector<Copy>> groups{1};
+    bool done = false;
+};
+static Lane lanes[32];
+static ucontext_t home;
+static int at, block_x, block_y, turn[32];
+static float box[2][32][6];
+static void meet() {
+    int from = at;
+    at = (at + 1) % 32;
+    swapcontext(&lanes[from].context, &lanes[at].context);
+}
+}  // namespace warp
+
+DEVICE int lane_id() { return warp::at; }
+DEVICE int grid_x() { return warp::block_x; }
+DEVICE int grid_y() { return warp::block_y; }
+DEVICE u32 bits(float x) { u32 y; memcpy(&y, &x, 4); return y; }
+DEVICE float real(u32 x) { float y; memcpy(&y, &x, 4); return y; }
+DEVICE float half_to_float(u16 x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
+DEVICE u16 float_to_half(float x) { _Float16 y = (_Float16)x; u16 z; memcpy(&z, &y, 2); return z; }
+DEVICE u16 float_to_bfloat(float x) {
+    u32 y = bits(x);
+    if (x != x) return 0x7fff;
+    return (u16)((y + 0x7fff + (y >> 16 & 1)) >> 16);
+}
+DEVICE u32 high_product(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+
+DEVICE float* post() {
+    int lane = warp::at;
+    warp::turn[lane] ^= 1;
+    return warp::box[warp::turn[lane]][lane];
+}
+DEVICE float shuffle(float x, int from) {
+    int lane = warp::at;
+    *post() = x;
+    warp::meet();
+    return warp::box[warp::turn[lane]][from & 31][0];
+}
+DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, warp::at ^ mask); }
+DEVICE void warp_sync() { shuffle(0.f, 0); }
+
+DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+    int lane = warp::at, g = lane / 4, c = lane % 4;
+    float* own = post();
+    for (int i = 0; i < 4; i++) own[i] = real(bits(a[i]) & 0xffffe000u);
+    for (int i = 0; i < 2; i++) own[4 + i] = real(bits(b[i]) & 0xffffe000u);
+    warp::meet();
+    auto box = warp::box[warp::turn[lane]];
+    for (int e = 0; e < 4; e++) {
+        int row = g + 8 * (e / 2), column = 2 * c + e % 2;
+        float sum = d[e];
+        for (int k = 0; k < 8; k++)
+            sum += box[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)] * box[column * 4 + k % 4][4 + k / 4];
+        d[e] = sum;
+    }
+}
+
+DEVICE void copy_async(void* to, const void* from, bool inside) {
+    warp::lanes[warp::at].groups.back().push_back({to, from, inside});
+}
+DEVICE void copies_commit() { warp::lanes[warp::at].groups.emplace_back(); }
+template <int LEFT>
+DEVICE void copies_wait() {
+    auto& groups = warp::lanes[warp::at].groups;
+    while ((int)groups.size() - 1 > LEFT) {
+        for (auto& copy : groups[0])
+            if (copy.inside) memcpy(copy.to, copy.from, 16);
+            else memset(copy.to, 0, 16);
+        groups.erase(groups.begin());
+    }
+}
+
+alignas(16) static unsigned char shared_memory[1 << 18];

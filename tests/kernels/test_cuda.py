@@ -1,0 +1,199 @@
+"""The CUDA backend's kernel under the tests' emulator: the oracle's walks, every branch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from replayssm.kernels import BackendUnavailable, StepIndex, cuda_backend, registry
+from replayssm.kernels.cuda_backend.cut import Cut
+from tests import support
+from tests.kernels import emulated
+from tests.support import RULES, Walk, draw, geometry, ints, make_layer, run_step, same_bits
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(emulated.COMPILER is None, reason="the emulator needs g++"),
+]
+
+
+@pytest.fixture(autouse=True)
+def by_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every step of a walk by the CUDA backend."""
+    emulated.serve_on_cpu(monkeypatch)
+    for rule, step in support.STEP.items():
+        monkeypatch.setitem(support.STEP, rule, partial(step, backend="cuda"))
+    yield
+    registry._resolve.cache_clear()
+
+
+def small(rule: str, V: int = 36) -> support.LayerGeometry:
+    """Two units a head, the second one nearly empty."""
+    return geometry(rule, HV=4, H=2, V=V, K=128)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_standard_decoding(rule: str) -> None:
+    """L2, L3, L15: one token a row, pads, idle rows, flushes, slot 0, NaN wherever nothing lives."""
+    walk = Walk.of(make_layer(small(rule), window=3, max_draft=1), strong=-30.0)
+    walk.hand_out(0, 2)
+    for lens in ([1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 0, 1]):
+        walk.step([2, -1, 0], lens, width=1)
+    walk.check()
+
+
+CHAINS = (
+    (4, 3, ((3, 1, 2), (2, 0, 1)), ((2, 0, 3), (2, 0, 3)), ((3, 2, 1), (0, 0, 1))),
+    (8, 7, ((7, 1, 5), (6, 0, 5)), ((4, 2, 6), (3, 0, 1)), ((1, 2, 7), (1, 0, 7))),
+    (16, 8, ((8, 1, 8), (8, 0, 3)), ((8, 2, 0), (8, 0, 0)), ((3, 2, 8), (3, 0, 8)), ((5, 8, 8), (2, 0, 8))),
+)
+LONG_CHAINS = (
+    (16, 16, ((16, 1, 9), (10, 0, 9)), ((9, 2, 16), (3, 0, 16)), ((1, 2, 16), (1, 0, 8))),
+    (32, 11, ((11, 1, 11), (11, 0, 11)), ((11, 2, 11), (11, 0, 7)), ((11, 2, 5), (8, 0, 4)), ((4, 1, 10), (4, 0, 2))),
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", CHAINS + LONG_CHAINS, ids=lambda case: f"L{case[0]}-T{case[1]}")
+def test_verification(rule: str, case: tuple) -> None:
+    """L15: rows of different T, partial acceptance, flushes with short and with full histories, varlen."""
+    window, max_draft, *steps = case
+    if rule == "kda" and case in LONG_CHAINS:
+        pytest.skip("the backend refuses it, see test_refusals")
+    walk = Walk.of(make_layer(small(rule), window=window, max_draft=max_draft), strong=-30.0)
+    walk.hand_out(0, 2)
+    for number, (lens, accepted) in enumerate(steps):
+        walk.step([2, -1, 0], lens, accepted, width=max_draft, packed=number % 2 == 1)
+    walk.check()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("units", "heads", "V"), [(2, 1, 64), (2, 2, 64), (3, 1, 80), (2, 1, 128), (4, 1, 128)])
+def test_every_cut(rule: str, units: int, heads: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the work is cut: pipelines over units and heads, parts of a head, a last unit half empty."""
+    monkeypatch.setattr(cuda_backend, "cut", lambda *_: Cut(units, heads))
+    walk = Walk.of(make_layer(small(rule, V), window=3, max_draft=3))
+    walk.hand_out(1)
+    for width, accepted in ((1, 1), (3, 2), (1, 1), (2, 2), (3, 3)):
+        walk.step([1], [width], [accepted])
+    walk.check()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_raw_gates(rule: str) -> None:
+    """Gates computed in the kernel are those that the torch backend computes, whatever their dtype."""
+    layer = make_layer(small(rule), slots=2)
+    walk = Walk.of(layer)
+    walk.hand_out(0, 1)
+    inputs = draw(layer, 2, 2, walk.generator)
+    HV, K = layer.layout.geometry.value_heads, layer.layout.geometry.key_dim
+    per_head = torch.linspace(-1.0, 1.0, HV)
+    options: list[dict[str, object]]
+    if rule == "mamba2":
+        options = [{"dt_bias": per_head, "dt_softplus": True, "z": inputs["x"].flip(-1)}]
+        options += [{"dt_bias": per_head.bfloat16(), "D": per_head.half()}]
+        inputs["dt"] = (inputs["dt"] * 40 - 10).bfloat16()
+    else:
+        inputs["g"], inputs["beta"] = (inputs["g"] * 40 + 10).half(), (inputs["beta"] * 8 - 4).bfloat16()
+        bias = torch.linspace(-1.0, 1.0, HV * K).view(HV, K) if rule == "kda" else per_head
+        options = [{"A_log": per_head, "dt_bias": bias.bfloat16()}, {"A_log": per_head.bfloat16()}]
+        options += [{"A_log": per_head, "lower_bound": -5.0, "use_qk_l2norm": False}] if rule == "kda" else []
+        options += [{"A_log": per_head, "scale": 0.5, "use_qk_l2norm": False}] if rule == "gdn" else []
+    for option in options:
+        outputs = []
+        for backend in ("cuda", "torch"):
+            out = run_step(layer, walk.cache, inputs, StepIndex(), backend=backend, **option)
+            recorded = layer.rings["dt_cache" if rule == "mamba2" else "g_cache"][:, :, :2].clone()
+            outputs.append((out, recorded))
+        for mine, other in zip(*outputs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=4e-6, atol=4e-6 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("act", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("state", support.DTYPES, ids=["fp32", "bf16", "fp16"])
+def test_low_formats(rule: str, act: torch.dtype, state: torch.dtype) -> None:
+    """L23: each dtype of activations with each of states, within the roundings that they imply."""
+    walk = Walk.of(make_layer(small(rule), window=4, max_draft=3, act=act, state=state))
+    walk.hand_out(0, 1)
+    for width, accepted in ((1, 1), (3, 2), (2, 2), (1, 0), (3, 3)):
+        walk.step([1, 0], [width, 1], [accepted, 1])
+    walk.check()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("state", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_saturation(rule: str, state: torch.dtype) -> None:
+    """L24: the flush rounds once; fp16 saturates at its largest value instead of overflowing."""
+    layer = make_layer(small(rule), window=2, max_draft=1, state=state)
+    walk = Walk.of(layer)
+    walk.hand_out(0)
+    layer.state.fill_(torch.finfo(state).max if state is torch.float16 else 1.0)
+    for _ in range(4):
+        inputs = draw(layer, 1, 1, walk.generator)
+        inputs["x" if "x" in inputs else "v"] *= 1e6
+        run_step(layer, walk.cache, inputs, StepIndex(ints([0])))
+        walk.cache.commit(ints([0]), ints([1]), ints([1]))
+    assert layer.state[0].isfinite().all()
+    assert layer.state.dtype is torch.bfloat16 or layer.state[0].abs().max() == 65504
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_strided_pools(rule: str) -> None:
+    """L10: states and rings as slices of larger allocations give the same bits, and nothing else moves."""
+    layer = make_layer(small(rule), slots=3, window=3, max_draft=2)
+    wide = torch.full((3, 2, *layer.state.shape[1:]), support.NAN)
+    rings = {name: torch.cat([ring] * 2, 1)[:, : ring.shape[1]] for name, ring in layer.rings.items()}
+    strided = support.LayerBuffers(layer.layout, wide[:, 1], rings, layer.A)
+    outputs = []
+    for buffers in (layer, strided):
+        walk = Walk.of(buffers, seed=1)
+        walk.hand_out(0, 2)
+        outputs.append([walk.step([2, 0], [2, 1], [1, 1], index_dtype=torch.int64)[0] for _ in range(3)])
+        walk.check()
+    for dense, other in zip(*outputs, strict=True):
+        assert same_bits(dense, other)
+    assert wide[:, 0].isnan().all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_inputs_of_any_stride(rule: str) -> None:
+    """Slices of a projection's output, off vector boundaries, give the bits that dense inputs give."""
+    layer = make_layer(small(rule), slots=2)
+    walk = Walk.of(layer)
+    walk.hand_out(0, 1)
+    inputs = draw(layer, 2, 2, walk.generator)
+    sliced = {}
+    for name, tensor in inputs.items():
+        wide = torch.full((2, 2, tensor[0, 0].numel() + 3), support.NAN)
+        wide[..., 3:] = tensor.flatten(2)
+        sliced[name] = wide[..., 3:].unflatten(-1, tensor.shape[2:])
+    assert same_bits(*(run_step(layer, walk.cache, given, StepIndex()) for given in (inputs, sliced)))
+
+
+def test_refusals() -> None:
+    """What it does not serve it refuses with the reason; a pool off a vector boundary too."""
+    cases = (
+        ("mamba2", {"V": 6}, {}, 1, "value dimension"),
+        ("gdn", {"K": 64}, {}, 1, "key dimension of 128, got 64"),
+        ("gdn", {}, {"max_draft": 17, "window": 17}, 17, "at most 16 tokens"),
+        ("kda", {}, {"max_draft": 9, "window": 9}, 9, "at most 8 tokens"),
+        ("kda", {}, {"window": 17}, 1, "windows to 16"),
+        ("gdn", {}, {"window": 33}, 1, "windows to 32"),
+    )
+    for rule, dims, options, width, reason in cases:
+        layer = make_layer(geometry(rule, **{"V": 36, "K": 128, **dims}), **options)
+        walk = Walk.of(layer)
+        with pytest.raises(BackendUnavailable, match=reason):
+            run_step(layer, walk.cache, draw(layer, 1, width, walk.generator), StepIndex(ints([0])))
+    layer = make_layer(small("gdn"))
+    walk = Walk.of(layer)
+    inputs = draw(layer, 1, 1, walk.generator)
+    with pytest.raises(BackendUnavailable, match="chains, not draft trees"):
+        run_step(layer, walk.cache, inputs, StepIndex(ints([0]), parents=ints([-1])[None]))
+    layer.state = torch.empty(layer.state.numel() + 1)[1:].view(layer.state.shape)
+    with pytest.raises(ValueError, match="state: expected every slot on a 16-byte boundary"):
+        run_step(layer, walk.cache, inputs, StepIndex(ints([0])))
