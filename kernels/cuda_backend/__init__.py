@@ -19,7 +19,6 @@ from replayssm.kernels.step_index import StepIndex
 
 __all__ = ["gdn_step", "kda_step", "mamba2_step", "refuses", "unavailable"]
 
-_ALIGNMENT = 16
 _MOST_ROWS = 65535
 
 
@@ -163,20 +162,21 @@ def _step(
     if batch == 0 or tokens == 0:
         return out
     lens = index.draft_lens if index.cu_seqlens is None else index.cu_seqlens
-    params.state, params.s_state = _address("state", state), state.stride(0)
+    params.state, params.s_state = _address("state", state, 16), state.stride(0)
     params.ring_start, params.hist_len = ring_start.data_ptr(), hist_len.data_ptr()
     kept = []  # copies live until the launch is queued
     for name, tensor, inner in inputs:
         if tensor is None:
             continue
-        tensor = _dense(tensor, inner)
+        tensor = _dense(name, tensor, inner)
         kept.append(tensor)
         setattr(params, f"{name}_in", tensor.data_ptr())
         setattr(params, f"b_{name}", tensor.stride(0))
         setattr(params, f"t_{name}", tensor.stride(1))
         if name in ("g", "beta"):
             setattr(params, f"{name}_type", TYPES[tensor.dtype])
-    params.out, params.b_out, params.t_out = _address("out", out), out.stride(0), out.stride(1)
+    params.out = _address("out", out, _vector("out", out))
+    params.b_out, params.t_out = out.stride(0), out.stride(1)
     for name, tensor in parameters:
         if tensor is not None:
             setattr(params, name, tensor.data_ptr())
@@ -207,37 +207,45 @@ def _step(
 
 def _rings(params: Params, rings: Sequence[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in rings:
-        setattr(params, name, _address(f"{name} ring", tensor))
+        setattr(params, name, _address(f"{name} ring", tensor, _vector(name, tensor)))
         setattr(params, f"s_{name}", tensor.stride(0))
         setattr(params, f"h_{name}", tensor.stride(1))
 
 
-def _address(name: str, tensor: torch.Tensor) -> int:
+def _vector(name: str, tensor: torch.Tensor) -> int:
+    """Bytes that the kernel reads of a tensor at once; keys and queries by 16, values by 4 elements."""
+    if tensor.dim() < 4:
+        return tensor.element_size()
+    return 16 if name in ("q", "k", "g") else 4 * tensor.element_size()
+
+
+def _address(name: str, tensor: torch.Tensor, vector: int) -> int:
     """The tensor's address.
 
     Raises:
-        ValueError: it or a slot of it is not on a 16-byte boundary, where vectors are read.
+        ValueError: it or a slot of it is not on a boundary of `vector` bytes.
     """
-    address = tensor.data_ptr()
-    if tensor.dim() == 4 and not _aligned(tensor):
+    if not _aligned(tensor, vector):
         raise ValueError(
-            f"{name}: expected every slot on a {_ALIGNMENT}-byte boundary for backend 'cuda', got address "
-            f"{address:#x} with strides {tensor.stride()}: align the pool, or use backend='triton'"
+            f"{name}: expected every slot on a {vector}-byte boundary for backend 'cuda', got address "
+            f"{tensor.data_ptr():#x} with strides {tensor.stride()}: align the pool, or use backend='triton'"
         )
-    return address
+    return tensor.data_ptr()
 
 
-def _aligned(tensor: torch.Tensor) -> bool:
+def _aligned(tensor: torch.Tensor, vector: int) -> bool:
     size = tensor.element_size()
     steps = [stride * size for stride, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True) if n > 1]
-    return not any(step % _ALIGNMENT for step in (tensor.data_ptr(), *steps))
+    return not any(step % vector for step in (tensor.data_ptr(), *steps))
 
 
-def _dense(tensor: torch.Tensor, inner: int) -> torch.Tensor:
+def _dense(name: str, tensor: torch.Tensor, inner: int) -> torch.Tensor:
     """The tensor with its last `inner` dimensions dense and vectors of it aligned; else a copy."""
     stride = 1
     for dim in range(1, inner + 1):
         if tensor.shape[-dim] != 1 and tensor.stride(-dim) != stride:
             return tensor.contiguous()
         stride *= tensor.shape[-dim]
-    return tensor if inner < 2 or _aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+    if name == "g" or _aligned(tensor, _vector(name, tensor)):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

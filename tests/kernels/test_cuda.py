@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -194,6 +195,7 @@ def test_refusals() -> None:
     inputs = draw(layer, 1, 1, walk.generator)
     with pytest.raises(BackendUnavailable, match="chains, not draft trees"):
         run_step(layer, walk.cache, inputs, StepIndex(ints([0]), parents=ints([-1])[None]))
-    layer.state = torch.empty(layer.state.numel() + 1)[1:].view(layer.state.shape)
+    off = torch.empty(layer.state.numel() + 1)[1:].view(layer.state.shape)
+    layer = replace(layer, state=off)
     with pytest.raises(ValueError, match="state: expected every slot on a 16-byte boundary"):
         run_step(layer, walk.cache, inputs, StepIndex(ints([0])))
