@@ -1,11 +1,13 @@
 """Kernels of ReplaySSM: step functions for each rule, and the operations on a slot's history."""
 
 from replayssm.kernels.api import commit, compact, gdn_step, kda_step, mamba2_step, materialize
+from replayssm.kernels.layer_table import LayerTable
 from replayssm.kernels.registry import BackendUnavailable, StepCall
 from replayssm.kernels.step_index import StepIndex
 
 __all__ = [
     "BackendUnavailable",
+    "LayerTable",
     "StepCall",
     "StepIndex",
     "commit",

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.checks import check_commit, check_heads, check_step, expect, is_dense
+from replayssm.kernels.checks import check_commit, check_heads, check_indices, check_step, expect, is_dense
+from replayssm.kernels.layer_table import LayerTable, RingTable
 from replayssm.kernels.registry import StepCall, resolve, resolve_operation
 from replayssm.kernels.step_index import EVERY_ROW, StepIndex
 
@@ -273,8 +274,8 @@ def kda_step(
 @torch.no_grad()
 def materialize(
     rule: Rule | str,
-    states: Sequence[torch.Tensor],
-    rings: Sequence[Mapping[str, torch.Tensor]],
+    states: Sequence[torch.Tensor] | LayerTable,
+    rings: Sequence[Mapping[str, torch.Tensor]] | None,
     ring_start: torch.Tensor,
     count: torch.Tensor,
     source: torch.Tensor,
@@ -290,12 +291,16 @@ def materialize(
 
     Exact, as a flush. `source == target` folds in place; the caller then advances the cursors
     (`Cursors.advance`). Rows with a negative slot are skipped. A target must not be another row's
-    source.
+    source. One launch on a GPU for all layers of equal shapes, strides and dtypes. Lists of buffers cost
+    a copy of their addresses to the device at each call; a `LayerTable` costs it once, and a call with one
+    can be captured in a CUDA graph.
 
     Args:
         rule: the layers' rule.
-        states: per layer `[slots, HV, V, K]`; mutated at `target`.
-        rings: per layer the ring tensors by name, as `RingLayout.allocate` gives them; only read.
+        states: per layer `[slots, HV, V, K]`; mutated at `target`. Or a `LayerTable` of that rule, which
+            stands for `states`, `rings` and `A`.
+        rings: per layer the ring tensors by name, as `RingLayout.allocate` gives them; only read. `None`
+            with a `LayerTable`.
         ring_start: `[rings]` int32.
         count: `[B]` int, records to apply, `0 <= count <= h`; 0 copies the checkpoint.
         source: `[B]` int, slot of the checkpoint.
@@ -308,29 +313,25 @@ def materialize(
             the Triton one.
 
     Raises:
-        ValueError: `A` is missing for Mamba-2, or layers and rings differ in number.
+        ValueError: `A` is missing for Mamba-2, layers and rings differ in number, an index has another
+            shape than `source`, or the table is for another rule.
+        RuntimeError: lists of buffers, while a CUDA graph is being captured.
         BackendUnavailable: the backend named cannot run here.
     """
-    rule = Rule(rule)
-    if len(states) != len(rings):
-        raise ValueError(f"expected one ring per layer, got {len(states)} states, {len(rings)} rings")
-    if not states:
+    layers = _layers(Rule(rule), states, rings, A)
+    if not layers.states:
         return
-    if rule is Rule.MAMBA2 and (A is None or len(A) != len(states)):
-        raise ValueError(
-            f"A: Mamba-2 needs one [H] tensor for each of the {len(states)} layers, "
-            f"got {'none' if A is None else len(A)}"
-        )
-    resolve_operation(backend, states[0].device, "materialize").materialize(
-        rule, states, rings, ring_start, count, source, target,
-        window=window, ring_indices=source if ring_indices is None else ring_indices,
-        A=A, use_qk_l2norm=use_qk_l2norm,
+    ring_indices = source if ring_indices is None else ring_indices
+    check_indices(source=source, count=count, target=target, ring_indices=ring_indices)
+    resolve_operation(backend, layers.states[0].device, "materialize").materialize(
+        layers, ring_start, count, source, target,
+        window=window, ring_indices=ring_indices, use_qk_l2norm=use_qk_l2norm,
     )  # fmt: skip
 
 
 @torch.no_grad()
 def compact(
-    rings: Sequence[Mapping[str, torch.Tensor]],
+    rings: Sequence[Mapping[str, torch.Tensor]] | LayerTable,
     ring_start: torch.Tensor,
     hist_len: torch.Tensor,
     path: torch.Tensor,
@@ -341,24 +342,33 @@ def compact(
 ) -> None:
     """Move a draft tree's accepted records to the front of the step's ring rows, in all layers.
 
-    Afterwards the accepted path is contiguous, as a chain's would be, and `commit` can follow.
+    Afterwards the accepted path is contiguous, as a chain's would be, and `commit` can follow. One launch
+    on a GPU for all layers; a list of rings and a `LayerTable` differ as they do for `materialize`.
 
     Args:
-        rings: per layer the ring tensors by name; mutated.
+        rings: per layer the ring tensors by name; mutated. Layers may differ in rule and shape, not in the
+            ring's rows. Or a `LayerTable`.
         ring_start: `[rings]` int32, as the step saw it.
         hist_len: `[rings]` int32, as the step saw it.
         path: `[B, A]` int, node indices of the accepted path in order, ascending.
         path_len: `[B]` int, nodes accepted.
-        ring_indices: `[B]` int; negative rows are skipped.
+        ring_indices: `[B]` int, each ring once; negative rows are skipped.
         backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have steps only, take
             the Triton one.
 
     Raises:
+        ValueError: an index has another shape than `ring_indices`.
+        RuntimeError: a list of rings, while a CUDA graph is being captured.
         BackendUnavailable: the backend named cannot run here.
     """
-    if rings:
-        module = resolve_operation(backend, ring_start.device, "compact")
-        module.compact(rings, ring_start, hist_len, path, path_len, ring_indices)
+    layers = rings.ring_table if isinstance(rings, LayerTable) else RingTable(tuple(rings))
+    if not layers.tensors:
+        return
+    check_indices(ring_indices=ring_indices, path_len=path_len)
+    if path.dim() != 2 or len(path) != len(ring_indices):
+        raise ValueError(f"path: expected [{len(ring_indices)}, A], got {list(path.shape)}")
+    module = resolve_operation(backend, ring_start.device, "compact")
+    module.compact(layers, ring_start, hist_len, path, path_len, ring_indices)
 
 
 @torch.no_grad()
@@ -402,6 +412,25 @@ def commit(
     resolve_operation(backend, ring_start.device, "commit").commit(
         ring_start, hist_len, slots, draft_lens, accepted, window=window, rows=rows, pad_slot_id=pad_slot_id
     )
+
+
+def _layers(
+    rule: Rule,
+    states: Sequence[torch.Tensor] | LayerTable,
+    rings: Sequence[Mapping[str, torch.Tensor]] | None,
+    A: Sequence[torch.Tensor] | None,
+) -> LayerTable:
+    if isinstance(states, LayerTable):
+        if states.rule is not rule or rings is not None or A is not None:
+            raise ValueError(
+                "a LayerTable stands for states, rings and A: pass None for the latter two, and its own "
+                f"rule {states.rule}; got rule {rule}, rings {'None' if rings is None else 'given'}, "
+                f"A {'None' if A is None else 'given'}"
+            )
+        return states
+    if rings is None:
+        raise ValueError("rings: expected one mapping per layer, got None, which goes with a LayerTable")
+    return LayerTable(rule, tuple(states), tuple(rings), None if A is None else tuple(A))
 
 
 def _scale(scale: float | None, state: torch.Tensor) -> float:

@@ -94,6 +94,21 @@ def check_step(
         )
 
 
+def check_indices(**indices: torch.Tensor) -> None:
+    """Index tensors of one call: `[B]` int32 or int64, as long as the first.
+
+    Raises:
+        ValueError: as `expect`.
+    """
+    first, *_ = indices.values()
+    for name, tensor in indices.items():
+        if tensor.dim() != 1 or len(tensor) != len(first) or tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name}: expected [{len(first) if first.dim() == 1 else 'B'}] int32 or int64, "
+                f"got {list(tensor.shape)} {tensor.dtype}"
+            )
+
+
 def check_commit(
     ring_start: torch.Tensor,
     hist_len: torch.Tensor,

@@ -6,13 +6,11 @@ accelerator. The functions take what `replayssm.kernels`' public functions have 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 
 from replayssm.core.cursors import Cursors
-from replayssm.core.geometry import Rule
 from replayssm.core.rows import write_rows, zero_where
+from replayssm.kernels.layer_table import LayerTable, RingTable
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 from replayssm.kernels.torch_backend import delta, mamba2
@@ -127,9 +125,7 @@ def kda_step(
 
 
 def materialize(
-    rule: Rule,
-    states: Sequence[torch.Tensor],
-    rings: Sequence[Mapping[str, torch.Tensor]],
+    layers: LayerTable,
     ring_start: torch.Tensor,
     count: torch.Tensor,
     source: torch.Tensor,
@@ -137,7 +133,6 @@ def materialize(
     *,
     window: int,
     ring_indices: torch.Tensor,
-    A: Sequence[torch.Tensor] | None,
     use_qk_l2norm: bool,
 ) -> None:
     """See `replayssm.kernels.materialize`."""
@@ -145,7 +140,7 @@ def materialize(
     slot, ring = zero_where(~live, source.long()), zero_where(~live, ring_indices.long())
     past = torch.arange(window, device=ring_start.device)
     applied = live[:, None] & (past < count[:, None])
-    for layer, (state, caches) in enumerate(zip(states, rings, strict=True)):
+    for layer, (state, caches) in enumerate(zip(layers.states, layers.rings, strict=True)):
         ring_rows = next(iter(caches.values())).shape[2]
         rows = (ring_start[ring].long()[:, None] + past) % ring_rows
         old = {
@@ -153,9 +148,8 @@ def materialize(
             for name, cache in caches.items()
         }
         S0 = zero_where(~live, state[slot].float())
-        if rule is Rule.MAMBA2:
-            assert A is not None
-            decay = A[layer].float()
+        if layers.A is not None:
+            decay = layers.A[layer].float()
             folded = mamba2.fold(S0, decay, old["x_cache"], old["B_cache"], old["dt_cache"])
         else:
             keys = delta.keys(old["k_cache"], state.shape[1], use_qk_l2norm)
@@ -165,7 +159,7 @@ def materialize(
 
 
 def compact(
-    rings: Sequence[Mapping[str, torch.Tensor]],
+    layers: RingTable,
     ring_start: torch.Tensor,
     hist_len: torch.Tensor,
     path: torch.Tensor,
@@ -180,12 +174,11 @@ def compact(
     origin = (ring_start[ring] + hist_len[ring]).long()[:, None]
     node = zero_where(~moved, path.long())
     every = ring.repeat_interleave(path.shape[1])
-    for caches in rings:
-        for cache in caches.values():
-            ring_rows = cache.shape[2]
-            records = cache[ring[:, None], :, (origin + node) % ring_rows]
-            position = ((origin + place) % ring_rows).flatten()
-            write_rows(cache, every, records.flatten(0, 1), moved.flatten(), position)
+    for cache in layers.tensors:
+        ring_rows = cache.shape[2]
+        records = cache[ring[:, None], :, (origin + node) % ring_rows]
+        position = ((origin + place) % ring_rows).flatten()
+        write_rows(cache, every, records.flatten(0, 1), moved.flatten(), position)
 
 
 def commit(

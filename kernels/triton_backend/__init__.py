@@ -7,13 +7,14 @@ channels; inputs that are not are copied first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 try:
     import triton
+    import triton.language as tl
 
     from replayssm.kernels.triton_backend import delta, mamba2
     from replayssm.kernels.triton_backend import slots as slot_kernels
@@ -24,9 +25,9 @@ else:
     _MISSING = None
 
 from replayssm.core.geometry import Rule
+from replayssm.kernels.layer_table import FOLDED, LayerTable, RingTable
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
-from replayssm.kernels.torch_backend import compact
 
 __all__ = [
     "commit",
@@ -204,9 +205,7 @@ def _launch(
 
 
 def materialize(
-    rule: Rule,
-    states: Sequence[torch.Tensor],
-    rings: Sequence[Mapping[str, torch.Tensor]],
+    layers: LayerTable,
     ring_start: torch.Tensor,
     count: torch.Tensor,
     source: torch.Tensor,
@@ -214,34 +213,53 @@ def materialize(
     *,
     window: int,
     ring_indices: torch.Tensor,
-    A: Sequence[torch.Tensor] | None,
     use_qk_l2norm: bool,
 ) -> None:
-    """See `replayssm.kernels.materialize`."""
-    delta_names = ("k_cache", "g_cache", "v_cache", "beta_cache")
-    names = ("x_cache", "B_cache", "dt_cache") if rule is Rule.MAMBA2 else delta_names
-    for layer, (state, caches) in enumerate(zip(states, rings, strict=True)):
+    """See `replayssm.kernels.materialize`; one launch for each group of equal layers."""
+    rows = (ring_start, *(_flat(index) for index in (count, source, target, ring_indices)))
+    batch = len(source)
+    for group in layers.groups if batch else ():
+        buffers = layers.buffers(group.first)
+        state = buffers["state"]
         HV, V, K = state.shape[1:]
-        used = [caches[name] for name in names]
-        H, R = (used[1] if rule is Rule.MAMBA2 else used[0]).shape[1:3]
+        used = [buffers[name] for name in FOLDED[layers.rule]]
+        H, R = (used[1] if layers.rule is Rule.MAMBA2 else used[0]).shape[1:3]
         strides = [state.stride(0)]
         for ring in used:
             strides += [ring.stride(0), ring.stride(1)]
-        rows = (ring_start, count, source, target, ring_indices)
         tile, records = max(min(power(V), 32), 16), max(power(window), 16)
-        grid = (HV * triton.cdiv(V, tile), len(source))
-        if rule is Rule.MAMBA2:
-            assert A is not None
+        grid = (HV * triton.cdiv(V, tile), batch, len(group.table))
+        if layers.rule is Rule.MAMBA2:
             mamba2.materialize[grid](
-                state, *used, A[layer], *rows, *strides, R,
-                H=HV, G=H, P=V, N=K, BP=tile, **_cut("NN", "NI", K), BL=records,
+                group.table, *buffers.values(), *rows, *strides, R,
+                H=HV, G=H, P=V, N=K, BP=tile, **_cut("NN", "NI", K), BL=records, ALIGNED=group.aligned,
             )  # fmt: skip
         else:
             delta.materialize[grid](
-                state, *used, *rows, *strides, R,
+                group.table, *buffers.values(), *rows, *strides, R,
                 HV=HV, H=H, V=V, K=K, BV=tile, **_cut("NK", "KI", K), BL=records,
-                PER_CHANNEL=rule is Rule.KDA, L2NORM=use_qk_l2norm,
+                PER_CHANNEL=layers.rule is Rule.KDA, L2NORM=use_qk_l2norm, ALIGNED=group.aligned,
             )  # fmt: skip
+
+
+def compact(
+    layers: RingTable,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    path: torch.Tensor,
+    path_len: torch.Tensor,
+    ring_indices: torch.Tensor,
+) -> None:
+    """See `replayssm.kernels.compact`; one launch."""
+    batch, longest = path.shape
+    if batch == 0 or longest == 0:
+        return
+    unit = {1: tl.int8, 2: tl.int16, 4: tl.int32}[layers.unit]
+    grid = (triton.cdiv(layers.most, 1024), batch, len(layers.table))
+    slot_kernels.compact[grid](
+        layers.table, ring_start, hist_len, _flat(path), _flat(path_len), _flat(ring_indices), longest,
+        layers.tensors[0].shape[2], BLOCK=1024, UNIT=unit,
+    )  # fmt: skip
 
 
 def commit(

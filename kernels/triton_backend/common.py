@@ -20,6 +20,15 @@ def locate(state_indices, ring_indices, pad_slot, b, HAS_STATE: tl.constexpr, HA
 
 
 @triton.jit
+def of_layer(entry, column: tl.constexpr, like, ALIGNED: tl.constexpr):
+    """The pointer in a column of a layer's entry of a `LayerTable`, of the type of `like`."""
+    pointer = tl.load(entry + column).to(like.dtype)
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
 def extent(lens, b, T, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr):
     """First packed token of row `b` (0 where dense) and its tokens, both int32."""
     first = b * 0

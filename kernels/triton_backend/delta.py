@@ -17,6 +17,7 @@ from replayssm.kernels.triton_backend.common import (
     bf16_dot,
     extent,
     locate,
+    of_layer,
     sigmoid,
     softplus,
     state_dot,
@@ -425,13 +426,16 @@ def verify(
 
 @triton.jit
 def materialize(
-    state, k_cache, g_cache, v_cache, beta_cache, ring_start, count, source, target, ring_indices,
+    table, state, k_cache, g_cache, v_cache, beta_cache, ring_start, count, source, target, ring_indices,
     s_state, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta, R,
     HV: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     BV: tl.constexpr, NK: tl.constexpr, KI: tl.constexpr, BL: tl.constexpr,
-    PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr,
+    PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """State of `source` after its first `count` records into `target`. Grid: (value tiles, rows)."""
+    """State of `source` after its first `count` records into `target`, in every layer of the table.
+
+    The buffers given are one layer's, for their types. Grid: (value tiles of all heads, rows, layers).
+    """
     NV: tl.constexpr = (V + BV - 1) // BV
     hv, tile, b = tl.program_id(0) // NV, tl.program_id(0) % NV, tl.program_id(1)
     h = hv // (HV // H)
@@ -440,13 +444,15 @@ def materialize(
     ring = tl.load(ring_indices + b).to(tl.int64)
     if (origin < 0) | (place < 0) | (ring < 0):
         return
-    first, records = tl.load(ring_start + ring), tl.load(count + b)
+    entry = table + tl.program_id(2) * 6
+    inner = of_layer(entry, 0, state, ALIGNED) + hv * (V * K)
+    k_ring = of_layer(entry, 1, k_cache, ALIGNED) + ring * s_k + h * h_k
+    g_ring = of_layer(entry, 2, g_cache, ALIGNED) + ring * s_g + hv * h_g
+    v_ring = of_layer(entry, 3, v_cache, ALIGNED) + ring * s_v + hv * h_v
+    beta_ring = of_layer(entry, 4, beta_cache, ALIGNED) + ring * s_beta + hv * h_beta
+    first, records = tl.load(ring_start + ring), tl.load(count + b).to(tl.int32)
     M, beta, reading, writing, total = prepare_fold(
-        k_cache + ring * s_k + h * h_k, g_cache + ring * s_g + hv * h_g,
-        beta_cache + ring * s_beta + hv * h_beta, first, records, R, K, NK * KI, BL, PER_CHANNEL, L2NORM,
-    )  # fmt: skip
-    inner = state + hv * (V * K)
-    fold_rows(
-        inner + origin * s_state, inner + place * s_state, M, beta, reading, writing, total,
-        v_cache + ring * s_v + hv * h_v, first, records, R, vi, V, K, NK * KI, BL,
-    )  # fmt: skip
+        k_ring, g_ring, beta_ring, first, records, R, K, NK * KI, BL, PER_CHANNEL, L2NORM
+    )
+    fold_rows(inner + origin * s_state, inner + place * s_state, M, beta, reading, writing, total,
+              v_ring, first, records, R, vi, V, K, NK * KI, BL)  # fmt: skip

@@ -16,6 +16,7 @@ from replayssm.kernels.triton_backend.common import (
     bf16_dot,
     extent,
     locate,
+    of_layer,
     sigmoid,
     softplus,
     state_dot,
@@ -260,12 +261,15 @@ def verify(
 
 @triton.jit
 def materialize(
-    state, x_cache, B_cache, dt_cache, A, ring_start, count, source, target, ring_indices,
+    table, state, x_cache, B_cache, dt_cache, A, ring_start, count, source, target, ring_indices,
     s_state, s_x, h_x, s_B, h_B, s_dt, h_dt, R,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-    BP: tl.constexpr, NN: tl.constexpr, NI: tl.constexpr, BL: tl.constexpr,
+    BP: tl.constexpr, NN: tl.constexpr, NI: tl.constexpr, BL: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """State of `source` after its first `count` records into `target`. Grid: (head_dim tiles, rows)."""
+    """State of `source` after its first `count` records into `target`, in every layer of the table.
+
+    The buffers given are one layer's, for their types. Grid: (head_dim tiles of all heads, rows, layers).
+    """
     NP: tl.constexpr = (P + BP - 1) // BP
     head, tile, b = tl.program_id(0) // NP, tl.program_id(0) % NP, tl.program_id(1)
     group = head // (H // G)
@@ -273,10 +277,14 @@ def materialize(
     ring = tl.load(ring_indices + b).to(tl.int64)
     if (origin < 0) | (place < 0) | (ring < 0):
         return
-    inner = state + head * (P * N)
+    entry = table + tl.program_id(2) * 6
+    inner = of_layer(entry, 0, state, ALIGNED) + head * (P * N)
+    x_ring = of_layer(entry, 1, x_cache, ALIGNED) + ring * s_x + head * h_x
+    B_ring = of_layer(entry, 2, B_cache, ALIGNED) + ring * s_B + group * h_B
+    dt_ring = of_layer(entry, 3, dt_cache, ALIGNED) + ring * s_dt + head * h_dt
+    rate = tl.load(of_layer(entry, 4, A, ALIGNED) + head).to(tl.float32)
     fold_rows(
-        inner + origin * s_state, inner + place * s_state, x_cache + ring * s_x + head * h_x,
-        B_cache + ring * s_B + group * h_B, dt_cache + ring * s_dt + head * h_dt,
-        tl.load(A + head).to(tl.float32), tl.load(ring_start + ring), tl.load(count + b), R,
+        inner + origin * s_state, inner + place * s_state, x_ring, B_ring, dt_ring, rate,
+        tl.load(ring_start + ring), tl.load(count + b).to(tl.int32), R,
         tile * BP + tl.arange(0, BP), P, N, NN * NI, BL,
     )  # fmt: skip

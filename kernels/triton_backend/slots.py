@@ -1,4 +1,4 @@
-"""Triton kernels of a step's end, which all rules share: `commit` moves the cursors."""
+"""Triton kernels of a step's end, the same for all rules: `compact` moves records, `commit` the cursors."""
 
 from __future__ import annotations
 
@@ -28,3 +28,32 @@ def commit(
     flushed = hist + draft > L
     tl.store(at_start, tl.where(flushed, (start + hist) % R, start), mask=live)
     tl.store(at_hist, tl.where(flushed, 0, hist) + taken, mask=live)
+
+
+@triton.jit(do_not_specialize=["A", "R"])
+def compact(
+    table, ring_start, hist_len, path, path_len, ring_indices, A, R, BLOCK: tl.constexpr, UNIT: tl.constexpr
+):
+    """Move record `path[i]` of the step to place `i`, in every tensor of a `RingTable`.
+
+    A path ascends, so a record is read before or when its place is written, never after.
+    Grid: (blocks of the largest record, rows, tensors).
+    """
+    b = tl.program_id(1)
+    ring = tl.load(ring_indices + b).to(tl.int64)
+    if ring < 0:
+        return
+    entry = table + tl.program_id(2) * 6
+    units, heads = tl.load(entry + 4), tl.load(entry + 5)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < heads * units
+    base = tl.load(entry).to(tl.pointer_type(UNIT)) + ring * tl.load(entry + 1)
+    lanes = base + at // units * tl.load(entry + 2) + at % units
+    step = tl.load(entry + 3)
+    origin = tl.load(ring_start + ring) + tl.load(hist_len + ring)
+    for place in range(0, tl.minimum(tl.load(path_len + b).to(tl.int32), A)):
+        node = tl.load(path + b.to(tl.int64) * A + place).to(tl.int32)
+        if node != place:
+            record = tl.load(lanes + (origin + node) % R * step, mask=inside)
+            tl.debug_barrier()
+            tl.store(lanes + (origin + place) % R * step, record, mask=inside)
