@@ -19,10 +19,32 @@ import torch
 import triton
 
 
-def outcome(case: ET.Element) -> str:
-    """`passed`, `failed` or `skipped`."""
-    kinds = {child.tag for child in case}
-    return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+def row(case: ET.Element) -> dict[str, object]:
+    """What a test's element of the report says: name, outcome, reason of a skip, figures it measured."""
+    module = str(case.get("classname")).rpartition(".")[2]
+    found: dict[str, object] = {"test": f"{module}::{case.get('name')}", "outcome": "passed"}
+    for child in case:
+        if child.tag in ("failure", "error"):
+            found |= {"outcome": "failed", "reason": first_line(child)}
+        elif child.tag == "skipped" and found["outcome"] == "passed":
+            found |= {"outcome": "skipped", "reason": first_line(child)}
+        elif child.tag == "properties":
+            found |= {str(each.get("name")): number(str(each.get("value"))) for each in child}
+    return found
+
+
+def first_line(element: ET.Element) -> str:
+    """The message without what follows its first line."""
+    lines = str(element.get("message") or element.text or "").strip().splitlines()
+    return lines[0][:300] if lines else ""
+
+
+def number(text: str) -> float | str:
+    """A measured figure, or text that is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def main(out: str, *arguments: str) -> int:
@@ -32,12 +54,13 @@ def main(out: str, *arguments: str) -> int:
         report = Path(folder, "report.xml")
         status = subprocess.call([sys.executable, "-P", "-m", *command, f"--junitxml={report}"])
         cases = list(ET.parse(report).iter("testcase")) if report.exists() else []
+    rows = sorted((row(case) for case in cases), key=lambda each: str(each["test"]))
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     record = {
         "topic": "gpu-tests",
         "date": datetime.date.today().isoformat(),
         "machine": platform.platform(),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -46,9 +69,11 @@ def main(out: str, *arguments: str) -> int:
         },
         "commit": os.environ.get("GIT_COMMIT", head),
         "command": " ".join(command),
-        "rows": [{"test": case.get("name"), "outcome": outcome(case)} for case in cases],
+        "rows": rows,
     }
     Path(out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    counts = {kind: sum(each["outcome"] == kind for each in rows) for kind in ("passed", "failed", "skipped")}
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     return status
 
 
