@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from replayssm.cli.bench.command import bench
 from replayssm.cli.demo import demo
 from replayssm.cli.errors import CommandError
 from replayssm.cli.generate import generate
@@ -31,6 +32,7 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=
 app.command()(demo)
 app.command()(generate)
 app.command()(plan)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,92 @@
+"""A process that checks or times contestants and reports line by line.
+
+Peers' kernels run in processes of their own: one that crashes or hangs costs its own row, and a GPU's
+error, which ends every later call of a process, costs no more.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from dataclasses import asdict
+from typing import Any, TextIO
+
+import torch
+
+from replayssm.cli.bench.cases import Case
+from replayssm.cli.bench.contestant import Contestant
+from replayssm.cli.bench.contestants import PEERS, contestants
+from replayssm.cli.bench.measure import Room, check, describe, measure
+from replayssm.cli.bench.packages import installed
+from replayssm.cli.bench.timing import bandwidth, graph_clock
+
+MARK = "\x1e"
+"""Opens a line that is a message; anything else is what packages print."""
+
+
+def main(orders: dict[str, Any], out: TextIO) -> None:
+    """Do what `orders` ask for.
+
+    Args:
+        orders: `task` (`check` or `time`), `backend`, `jobs` (`[case, impl]` each), and for timing `quick`
+            and `errors` (for each job, launch shapes with their errors).
+        out: where messages go: `begin`, then `checked`, `row` or `failed` for each job.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    jobs = [(Case.parse(name), impl) for name, impl in orders["jobs"]]
+
+    def say(**message: Any) -> None:
+        out.write(f"{MARK}{json.dumps(message)}\n")
+        out.flush()
+
+    (_check if orders["task"] == "check" else _time)(orders, jobs, device, say)
+
+
+def _kind(case: Case, impl: str) -> type[Contestant]:
+    return next(kind for kind in contestants(case, PEERS) if kind.name == impl)
+
+
+def _check(orders: dict[str, Any], jobs: list[tuple[Case, str]], device: torch.device, say: Any) -> None:
+    for case, impl in jobs:
+        say(begin=[case.name, impl])
+        kind = _kind(case, impl)
+        reason, errors = kind.refuses(case), {}
+        if reason is None:
+            checked = check(kind, case, device, orders["backend"])
+            reason = checked.reason
+            errors = {shape: checked.errors[shape] for shape in checked.sound}
+        say(checked=[case.name, impl], reason=reason, errors=errors, versions=kind.versions())
+        torch.cuda.empty_cache()
+
+
+def _time(orders: dict[str, Any], jobs: list[tuple[Case, str]], device: torch.device, say: Any) -> None:
+    band = bandwidth(device)
+    torch.cuda.empty_cache()
+    say(
+        bandwidth=asdict(band),
+        gpu=torch.cuda.get_device_name(device),
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            **installed("triton"),
+        },
+    )
+    room = Room.allocate([case for case, _ in jobs], device)
+    for (case, impl), errors in zip(jobs, orders["errors"], strict=True):
+        say(begin=[case.name, impl])
+        try:
+            row = measure(
+                _kind(case, impl), case, room, graph_clock, band, errors, orders["backend"], orders["quick"]
+            )
+        except Exception as problem:  # One row's trouble; where the GPU itself failed, this raises again.
+            torch.cuda.synchronize()
+            say(failed=[case.name, impl], reason=describe(problem))
+        else:
+            say(row=row)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(json.load(sys.stdin), sys.stdout)
