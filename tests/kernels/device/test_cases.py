@@ -35,7 +35,7 @@ def walk_case(case: Case, layer: Layer, backend: str, device: str, **options: An
     """Three steps over histories on both sides of the flush, all checked."""
     walk = BatchWalk(layer, backend, device, seed=zlib.crc32(case.name.encode()), **options)
     walk.give_history(*histories(case.window, case.tokens, walk.slots, layer.layout.rows))
-    for number, rows in enumerate(ROWS):
+    for number, rows in enumerate([range(6)] * 3 if case.pool == "plain" else ROWS):
         lens = [case.tokens] * len(rows)
         if case.form != "full":
             mixed = [0, case.tokens, 1, case.tokens // 2, case.tokens, max(case.tokens - 1, 0)]

@@ -57,7 +57,8 @@ GATES = {
     Rule.GDN: ("final", "raw", "bias", "low bias"),
     Rule.KDA: ("final", "raw", "bias", "low bias", "bounded", "bounded bias"),
 }
-POOLS = ("dense", "strided", "rings apart")
+POOLS = ("plain", "dense", "strided", "rings apart")
+"""`plain`: row b is slot b, without indices; all others have a pool that is larger than the batch."""
 PAGE_GAP = 48
 """Bytes between what a page of a strided pool holds: keeps the 16 bytes that loads may be aligned to."""
 
@@ -120,7 +121,7 @@ class Layer:
         state: dtype of the checkpoints, by name.
         act: dtype of the activations, by name.
         gates: one of `GATES` for its rule.
-        pool: one of `POOLS`.
+        pool: one of `POOLS`; where it is `plain`, every step serves sequences 0, 1, ... in this order.
         strong: the log-decay of one in seven tokens, negative; 0 for none.
         page: bytes from one slot to the next of a strided pool; 0 for no more than it takes.
     """
@@ -165,6 +166,7 @@ class BatchWalk:
     """A layer's pool under a backend, and its sequences under the oracle.
 
     Slots 0 to `slots - 1` hold sequences; behind each of them lies a slot that nobody owns, all NaN.
+    `tolerance` (relative, absolute) bounds outputs and states besides, their own rounding apart.
     `ratio` is the largest error met so far, as a part of what is allowed.
     """
 
@@ -175,6 +177,7 @@ class BatchWalk:
     seed: int = 0
     step_function: Callable[..., torch.Tensor] | None = None
     commit_function: Callable[..., None] | None = None
+    tolerance: tuple[float, float] | None = None
     ratio: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -182,14 +185,14 @@ class BatchWalk:
         self.rule, self.act = self.geo.rule, DTYPES[self.layer.act]
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
         self.host = torch.Generator().manual_seed(self.seed)
-        self.slot_of = [2 * n for n in range(self.slots)]
+        self.slot_of = [n if self.layer.pool == "plain" else 2 * n for n in range(self.slots)]
         pool = 2 * self.slots
         if self.layer.pool == "strided":
             self.state, self.rings, self.memory = pages(self.layer, pool, self.device)
         else:
             shape = (pool, *self.geo.state_shape)
             self.state = torch.empty(shape, dtype=DTYPES[self.layer.state], device=self.device)
-            rings = pool if self.layer.pool == "dense" else self.slots + 1
+            rings = self.slots + 1 if self.layer.pool == "rings apart" else pool
             self.rings = self.layout.allocate(rings, self.device)
         apart = self.layer.pool == "rings apart"
         self.ring_of = list(range(self.slots, 0, -1)) if apart else self.slot_of
@@ -422,7 +425,7 @@ class BatchWalk:
         self.call(given, index, out)
         if form == "varlen":
             assert (out[0, sum(lens) :] == 0).all(), "an output behind the last packed token is not zero"
-            out = self._unpack(out, lens, width)
+            out = self.unpack(out, lens, width)
         tree = [list(range(-1, width - 1))] * len(rows) if parents is None else parents
         after = self._compare(inputs, out, rows, lens, tree)
         self._check_pools(before, rows, lens)
@@ -456,7 +459,11 @@ class BatchWalk:
     ) -> StepIndex:
         """The rows of a step, see `step`."""
         dummy = 1 if self.layer.pool == "strided" else -1  # a slot of its own may be the pad, too
-        slots = self.ints([self.slot_of[n] if n >= 0 else dummy for n in rows], dtype)
+        slots = None
+        if self.layer.pool != "plain":
+            slots = self.ints([self.slot_of[n] if n >= 0 else dummy for n in rows], dtype)
+        else:
+            assert list(rows) == list(range(len(rows)))
         rings = None
         if self.layer.pool == "rings apart":
             rings = self.ints([self.ring_of[n] if n >= 0 else -1 for n in rows], dtype)
@@ -494,7 +501,7 @@ class BatchWalk:
             packed[name] = torch.cat([*rows, value.new_full((2, *value.shape[2:]), NAN)])[None]
         return packed
 
-    def _unpack(self, out: torch.Tensor, lens: Sequence[int], width: int) -> torch.Tensor:
+    def unpack(self, out: torch.Tensor, lens: Sequence[int], width: int) -> torch.Tensor:
         dense = out.new_zeros(len(lens), width, *out.shape[2:])
         for row, length in enumerate(lens):
             first = sum(lens[:row])
@@ -533,12 +540,20 @@ class BatchWalk:
             present = live & torch.tensor([t < length for length in lens], device=self.device)
             assert (out[~present, t] == 0).all(), "an output without a token is not zero"
             finfo = torch.finfo(out.dtype)
-            limit = off + 1.01 * finfo.eps / 2 * y.abs() + finfo.tiny * finfo.eps
+            rounded = 1.01 * finfo.eps / 2 * y.abs() + finfo.tiny * finfo.eps
+            limit = self._bounded(off, y) + rounded
             self._within("output", out[present, t], y[present], limit[present])
             raw = {name: value[:, t] for name, value in inputs.items()}
             self._check_records(raw, token, u, after, rows, lens, t)
             nodes.append(after)
         return nodes
+
+    def _bounded(self, limit: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        """The limit, or less where `tolerance` asks for less."""
+        if self.tolerance is None:
+            return limit
+        relative, absolute = self.tolerance
+        return limit.minimum(relative * size.abs() + absolute)
 
     def _within(self, what: str, got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> None:
         """Every element within its limit; NaN is not."""
@@ -626,7 +641,7 @@ class BatchWalk:
         paths = [path if n >= 0 else () for path, n in zip(paths, rows, strict=True)]
         accepted = self.ints([len(path) for path in paths])
         slots = index.state_indices if index.ring_indices is None else index.ring_indices
-        assert slots is not None
+        slots = self.ints(list(rows)) if slots is None else slots
         if tree:
             width = max(1, *map(len, paths))
             table = self.ints([[*path, *[-(10**6)] * (width - len(path))] for path in paths])
@@ -677,7 +692,7 @@ class BatchWalk:
         got = self.state[self.slot_of].double()
         size = self.truth.S.norm(dim=-1)
         rounded = torch.finfo(self.state.dtype).eps / 2 * 1.01 * size
-        limit = FP32_UNITS * self.truth.fp32 + self.truth.stored + rounded
+        limit = self._bounded(FP32_UNITS * self.truth.fp32 + self.truth.stored, size) + rounded
         off = (got - self.truth.S).norm(dim=-1)
         self._within("state", off, torch.zeros_like(off), limit)
         nobody = [slot for slot in range(len(self.state)) if slot not in self.slot_of]
