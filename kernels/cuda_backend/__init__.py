@@ -40,7 +40,7 @@ def refuses(call: StepCall) -> str | None:
     most, longest = (8, 16) if kda else (16, 32)
     refusals = (
         (call.state_dim != KEY_DIM, f"it needs a key dimension of {KEY_DIM}, got {call.state_dim}"),
-        (call.value_dim % 4 != 0, f"it needs a value dimension that 4 divides, got {call.value_dim}"),
+        (call.value_dim % 2 != 0, f"it needs an even value dimension, got {call.value_dim}"),
         (call.tokens > most, f"it takes at most {most} tokens a row, got {call.tokens}"),
         (call.window > longest, f"it takes windows to {longest}, got {call.window}"),
         (call.tree, "it serves chains, not draft trees"),
@@ -213,10 +213,10 @@ def _rings(params: Params, rings: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def _vector(name: str, tensor: torch.Tensor) -> int:
-    """Bytes that the kernel reads of a tensor at once; keys and queries by 16, values by 4 elements."""
+    """Bytes that the kernel reads of a tensor at once; keys and queries by 16, values by 2 elements."""
     if tensor.dim() < 4:
         return tensor.element_size()
-    return 16 if name in ("q", "k", "g") else 4 * tensor.element_size()
+    return 16 if name in ("q", "k", "g") else 2 * tensor.element_size()
 
 
 def _address(name: str, tensor: torch.Tensor, vector: int) -> int:

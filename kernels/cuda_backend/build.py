@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RULES = {Rule.MAMBA2: 0, Rule.GDN: 1, Rule.KDA: 2}
 SOURCES = ("primitives.cuh", "step.cu")
-UNIT = 32
+UNIT = 16
 """Value rows of a unit, the piece of a checkpoint that a program works on at a time."""
 KEY_DIM = 128
 WARP = 32
@@ -59,9 +59,15 @@ class Config:
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
             "STATE": TYPES[self.state_dtype], "ACT": TYPES[self.activation_dtype], "TOKENS": self.tokens,
             "RECORDS": self.records, "UNITS": self.units, "HEADS": self.heads,
-            "STOCHASTIC": int(self.stochastic),
+            "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in values.items()]
+
+    @property
+    def programs(self) -> int:
+        """Programs that a multiprocessor shall hold at a time, which bounds their registers."""
+        wide = self.tokens == 16 or self.records > 2 or self.activation_dtype is torch.float32
+        return 8 if wide or self.rule is Rule.KDA else 12
 
     @property
     def shared_bytes(self) -> int:

@@ -13,7 +13,7 @@ class Cut:
     """A program's share.
 
     Attributes:
-        units: units of 32 value rows, of one head.
+        units: units of 16 value rows, of one head.
         heads: heads of one group; more than one only where a program has a head's every unit.
     """
 
@@ -28,8 +28,8 @@ def cut(rule: Rule, value_dim: int, group: int, heads: int) -> Cut:
     its tokens share is worked out once for it.
     """
     whole = -(-value_dim // UNIT)
-    if heads * whole <= 2048:
-        return Cut(1)
-    if whole <= 2 and group % 2 == 0 and heads >= 4096:
+    if heads * whole <= 4096:
+        return Cut(min(whole, 2))
+    if whole <= 4 and group % 2 == 0 and heads >= 4096:
         return Cut(whole, 2)
     return Cut(whole)

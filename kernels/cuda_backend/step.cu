@@ -1,5 +1,5 @@
 // One decode or verification step of a recurrent layer: Mamba-2, GDN or KDA. A program is one warp; it
-// serves one row's UNITS units of 32 value rows in HEADS heads of one group.
+// serves one row's UNITS units of 16 value rows in HEADS heads of one group.
 //
 // The checkpoint comes by asynchronous copies, a unit ahead, and meets all queries and keys of the row's
 // tokens in tensor cores: tf32 products of operands split in two terms, so about 22 bits of each factor
@@ -9,18 +9,18 @@
 //
 // Compile-time: RULE (0 Mamba-2, 1 GDN, 2 KDA), V, STATE and ACT (0 fp32, 1 bf16, 2 fp16), TOKENS (4, 8 or
 // 16, the most a row brings), RECORDS (8-record tiles of the window), UNITS, HEADS, GROUP (value heads per
-// key head), STOCHASTIC. The key dimension is 128.
+// key head), STOCHASTIC, PROGRAMS (that a multiprocessor shall hold). The key dimension is 128.
 //
-// Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of a unit it holds value rows 4g .. 4g+3, row 4g + 2m + r
-// being row g + 8r of matrix tile m. Of the key dimension it holds, in each block of 32, elements 8c .. 8c+7;
-// product step i takes elements 2i and 2i + 1. Of a result tile it holds columns 2c and 2c + 1, which are
-// then the operand of the next product without any exchange.
+// Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of a unit it holds value rows 2g and 2g + 1, as rows g and
+// g + 8 of the operand. Of the key dimension it holds, in each block of 32, elements 8c .. 8c + 7; product step
+// i takes elements 2i and 2i + 1. Of a result tile it holds columns 2c and 2c + 1, which are then the operand
+// of the next product without any exchange.
 
 #define K 128
-#define FULL (32 * UNITS)
+#define FULL (16 * UNITS)
 constexpr bool DELTA = RULE != 0, KDA = RULE == 2;
 constexpr int STATE_BYTES = STATE == 0 ? 4 : 2, ACT_BYTES = ACT == 0 ? 4 : 2;
-constexpr int UNIT_BYTES = 32 * K * STATE_BYTES, STAGES = UNITS * HEADS > 1 ? 2 : 1;
+constexpr int UNIT_BYTES = 16 * K * STATE_BYTES, STAGES = UNITS * HEADS > 1 ? 2 : 1;
 constexpr bool SHARED_TILE = DELTA && TOKENS == 4;            // keys and queries in one tile of columns
 constexpr int TILES = TOKENS == 16 ? 2 : 1;                   // 8-token tiles
 constexpr int COLUMNS = SHARED_TILE || !DELTA ? TILES : 2 * TILES;
@@ -59,16 +59,17 @@ constexpr int SHARED_BYTES = 4 * (AT_TOTAL + (KDA ? K : 0));
 DEVICE float high(float x) { return real(bits(x) & 0xffffe000u); }
 DEVICE float low(float x, float h) { return real(bits(x - h) + 0x1000u); }  // rounds where mma truncates
 
-// d += a @ b, both split where they have two terms.
+// d + d_low += a @ b, both split where they have two terms; the smaller products have a sum of their own.
 template <int A_TERMS, int B_TERMS>
-DEVICE void product(float (&d)[4], const float (&a)[4], const float (&a_low)[4], const float (&b)[2]) {
+DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const float (&a_low)[4],
+                    const float (&b)[2]) {
     float bh[2] = {b[0], b[1]};
     if (B_TERMS == 2) {
         bh[0] = high(b[0]), bh[1] = high(b[1]);
         float bl[2] = {low(b[0], bh[0]), low(b[1], bh[1])};
-        mma(d, a, bl);
+        mma(d_low, a, bl);
     }
-    if (A_TERMS == 2) mma(d, a_low, bh);
+    if (A_TERMS == 2) mma(d_low, a_low, bh);
     mma(d, a, bh);
 }
 
@@ -134,39 +135,62 @@ DEVICE void widen(const Four& x, float (&f)[4]) {
     }
 }
 
-DEVICE Four round4(const float (&f)[4]) {
-    Four x;
-    if (ACT == 0) {
+struct Two {  // 2 activations as they are stored
+    u32 w[ACT_BYTES / 2];
+};
+
+DEVICE Two load2(const void* p, i64 at, bool inside) {
+    Two x;
 #pragma unroll
-        for (int i = 0; i < 4; i++) x.w[ACT == 0 ? i : 0] = bits(f[i]);
-    } else {
-        x.w[0] = narrow(f[0], ACT) | (u32)narrow(f[1], ACT) << 16;
-        x.w[1] = narrow(f[2], ACT) | (u32)narrow(f[3], ACT) << 16;
+    for (int i = 0; i < ACT_BYTES / 2; i++) x.w[i] = 0;
+    if (inside) {
+        if (ACT == 0) {
+            uint2 y = *(const uint2*)((const float*)p + at);
+            x.w[0] = y.x, x.w[ACT_BYTES / 2 - 1] = y.y;
+        } else {
+            x.w[0] = *(const u32*)((const u16*)p + at);
+        }
     }
     return x;
 }
 
-// A row of 128 activations as this lane's part of an operand: 8 elements of each block of 32.
+DEVICE void store2(void* p, i64 at, const Two& x) {
+    if (ACT == 0) *(uint2*)((float*)p + at) = make_uint2(x.w[0], x.w[ACT_BYTES / 2 - 1]);
+    else *(u32*)((u16*)p + at) = x.w[0];
+}
+
+DEVICE void widen(const Two& x, float (&f)[2]) {
+    f[0] = ACT == 0 ? real(x.w[0]) : first_of(x.w[0]);
+    f[1] = ACT == 0 ? real(x.w[ACT_BYTES / 2 - 1]) : second_of(x.w[0]);
+}
+
+DEVICE Two round2(float a, float b) {
+    Two x;
+    x.w[0] = bits(a), x.w[ACT_BYTES / 2 - 1] = bits(b);
+    if (ACT != 0) x.w[0] = narrow(a, ACT) | (u32)narrow(b, ACT) << 16;
+    return x;
+}
+
+// Of a row of 128 activations this lane's part of an operand: 8 elements of each block of 32.
+DEVICE void load_block(const void* p, i64 at, bool inside, int c, int block, float (&x)[8]) {
+    uint4 y = make_uint4(0, 0, 0, 0), z = y;
+    if (inside) {
+        const uint4* from = (const uint4*)((const char*)p + (at + 32 * block + 8 * c) * ACT_BYTES);
+        y = from[0];
+        if (ACT == 0) z = from[1];
+    }
+    if (ACT == 0) {
+        x[0] = real(y.x), x[1] = real(y.y), x[2] = real(y.z), x[3] = real(y.w);
+        x[4] = real(z.x), x[5] = real(z.y), x[6] = real(z.z), x[7] = real(z.w);
+    } else {
+        x[0] = first_of(y.x), x[1] = second_of(y.x), x[2] = first_of(y.y), x[3] = second_of(y.y);
+        x[4] = first_of(y.z), x[5] = second_of(y.z), x[6] = first_of(y.w), x[7] = second_of(y.w);
+    }
+}
+
 DEVICE void load_row(const void* p, i64 at, bool inside, int c, float (&x)[4][8]) {
 #pragma unroll
-    for (int block = 0; block < 4; block++) {
-        if (ACT == 0) {
-            float4 y = make_float4(0, 0, 0, 0), z = y;
-            if (inside) {
-                const float4* from = (const float4*)((const float*)p + at + 32 * block + 8 * c);
-                y = from[0], z = from[1];
-            }
-            x[block][0] = y.x, x[block][1] = y.y, x[block][2] = y.z, x[block][3] = y.w;
-            x[block][4] = z.x, x[block][5] = z.y, x[block][6] = z.z, x[block][7] = z.w;
-        } else {
-            uint4 y = make_uint4(0, 0, 0, 0);
-            if (inside) y = *(const uint4*)((const u16*)p + at + 32 * block + 8 * c);
-            x[block][0] = first_of(y.x), x[block][1] = second_of(y.x);
-            x[block][2] = first_of(y.y), x[block][3] = second_of(y.y);
-            x[block][4] = first_of(y.z), x[block][5] = second_of(y.z);
-            x[block][6] = first_of(y.w), x[block][7] = second_of(y.w);
-        }
-    }
+    for (int block = 0; block < 4; block++) load_block(p, at, inside, c, block, x[block]);
 }
 
 // Sum of squares of a row that four lanes hold.
@@ -191,6 +215,7 @@ DEVICE void shared_row(float* rows, int row, int c, int block, float (&x)[8]) {
 // d[n] += rows of `a` (and of `b`, as rows 8 to 15) times rows of `x`.
 template <int TERMS>
 DEVICE void gram(float (&d)[4], const float (&a)[4][8], const float (&b)[4][8], bool has_b, const float (&x)[4][8]) {
+    float odd[4] = {0, 0, 0, 0}, d_low[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int block = 0; block < 4; block++)
 #pragma unroll
@@ -199,8 +224,10 @@ DEVICE void gram(float (&d)[4], const float (&a)[4][8], const float (&b)[4][8], 
                           has_b ? b[block][2 * i + 1] : 0.f};
             float h[4], l[4], z[2] = {x[block][2 * i], x[block][2 * i + 1]};
             split<TERMS>(y, h, l);
-            product<TERMS, TERMS>(d, h, l, z);
+            product<TERMS, TERMS>(i & 1 ? odd : d, d_low, h, l, z);
         }
+#pragma unroll
+    for (int e = 0; e < 4; e++) d[e] += odd[e] + d_low[e];
 }
 
 // Lane l's sum over all lanes of value l % 16.
@@ -283,7 +310,7 @@ DEVICE void fetch(unsigned char* stage, const char* from, int rows, int lane) {
 #pragma unroll
     for (int i = 0; i < UNIT_BYTES / 512; i++) {
         int row = STATE == 0 ? i : 2 * i + (lane >> 4);
-        int chunk = STATE == 0 ? lane ^ ((row >> 2) & 1) : (lane & 15) ^ (4 * ((row >> 2) & 1));
+        int chunk = STATE == 0 ? lane ^ ((row >> 1) & 1) : (lane & 15) ^ (4 * ((row >> 1) & 1));
         copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16, row < rows);
     }
 }
@@ -312,7 +339,7 @@ DEVICE int pair_at(int s, int j, bool query) {
     return s == j ? first : first + 1 + 2 * (s - j - 1) + query;
 }
 
-extern "C" __global__ void __launch_bounds__(32) replay_step(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __grid_constant__ Params p) {
     const int lane = lane_id(), g = lane >> 2, c = lane & 3, b = grid_y();
     constexpr int PARTS = (V + FULL - 1) / FULL, BUNCHES = GROUP / HEADS;
     const int part = grid_x() % PARTS, bunch = grid_x() / PARTS % BUNCHES, key_head = grid_x() / PARTS / BUNCHES;
@@ -340,11 +367,11 @@ extern "C" __global__ void __launch_bounds__(32) replay_step(const __grid_consta
     const int v_part = part * FULL;
     const i64 batch = p.varlen ? 0 : b;
     if (count == 0) {
-        Four zero = load4(0, 0, false);
+        Two zero = load2(0, 0, false);
         for (int t = 0; t < written; t++)
             for (int h = 0; h < HEADS; h++)
-                for (int v = v_part + 4 * lane; v < V && v < v_part + FULL; v += 128)
-                    store4(p.out, batch * p.b_out + (first + t) * p.t_out + (i64)(first_head + h) * V + v, zero);
+                for (int v = v_part + 2 * lane; v < V && v < v_part + FULL; v += 64)
+                    store2(p.out, batch * p.b_out + (first + t) * p.t_out + (i64)(first_head + h) * V + v, zero);
         return;
     }
 
@@ -352,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(32) replay_step(const __grid_consta
     char* const slot_state = (char*)p.state + (slot * p.s_state + (i64)first_head * V * K) * STATE_BYTES;
     auto issue = [&](int unit) {
         if (unit < UNITS * HEADS) {
-            int v = v_part + unit % UNITS * 32;
+            int v = v_part + unit % UNITS * 16;
             fetch(shared_memory + unit % STAGES * UNIT_BYTES,
                   slot_state + ((i64)(unit / UNITS) * V + v) * (K * STATE_BYTES), V - v, lane);
         }
@@ -448,6 +475,7 @@ extern "C" __global__ void __launch_bounds__(32) replay_step(const __grid_consta
         const i64 v_ring = ring * p.s_v + head * p.h_v, beta_ring = ring * p.s_beta + head * p.h_beta;
 
         // gates of record `lane` and of token `lane`
+        const float skip = !DELTA && p.D ? scalar(p.D, head, p.D_type) : 0.f;
         const bool is_record = lane < hist, is_token = lane < count;
         const int old_row = ring_row(lane < LR ? lane : 0), new_row = ring_row(hist + (is_token ? lane : 0));
         float rate = 1.f, reach = 0.f, path = 0.f, gate = 0.f, beta = 0.f;
@@ -808,274 +836,227 @@ extern "C" __global__ void __launch_bounds__(32) replay_step(const __grid_consta
                 store4(p.k, k_ring + (i64)ring_row(hist + t) * K + 4 * lane,
                        load4(p.k_in, batch * p.b_k + (first + t) * p.t_k + (i64)key_head * K + 4 * lane, true));
 
+#if STOCHASTIC
+        const i64 seed = *p.rand_seed;
+#else
+        const i64 seed = 0;
+#endif
+#pragma unroll 1
         for (int unit = 0; unit < UNITS; unit++) {
-            const int v = v_part + 32 * unit + 4 * g;
+            const int v = v_part + 16 * unit + 2 * g;
             const bool inside = v < V;
-            const int stage_at = (local * UNITS + unit) % STAGES * UNIT_BYTES;
-            const unsigned char* const stage = shared_memory + stage_at;
+            const unsigned char* const stage = shared_memory + (local * UNITS + unit) % STAGES * UNIT_BYTES;
 
             // what the unit needs besides the checkpoint
-            Four old[RECORDS][2], fresh[TILES][2];
+            Two old[RECORDS][2], fresh[TILES][2], kept[RECORDS][2];
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
                     int j = 8 * r + 2 * c + n;
-                    old[r][n] = load4(p.u, u_ring + (i64)ring_row(j) * V + v, inside && j < hist);
+                    old[r][n] = load2(p.u, u_ring + (i64)ring_row(j) * V + v, inside && j < hist);
+                    if (DELTA) kept[r][n] = load2(p.v, v_ring + (i64)ring_row(j) * V + v, inside && flush && j < hist);
                 }
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
                     int s = 8 * t + 2 * c + n;
-                    fresh[t][n] = load4(p.v_in, batch * p.b_v + (first + s) * p.t_v + (i64)head * V + v,
+                    fresh[t][n] = load2(p.v_in, batch * p.b_v + (first + s) * p.t_v + (i64)head * V + v,
                                         inside && s < count && s < TOKENS);
                 }
-            if (STAGES > 1) copies_wait<STAGES - 1>();
-            else copies_wait<0>();
+            copies_wait<STAGES - 1>();
             warp_sync();
 
-            // checkpoint times columns
-            float acc[2][COLUMNS][4];
+            // checkpoint times columns, and times the history's keys where it is folded
+            float acc[COLUMNS][4], acc_low[COLUMNS][4], rest[RECORDS][4], rest_low[RECORDS][4];
 #pragma unroll
-            for (int m = 0; m < 2; m++)
+            for (int e = 0; e < 4; e++) {
 #pragma unroll
-                for (int i = 0; i < COLUMNS; i++)
+                for (int i = 0; i < COLUMNS; i++) acc[i][e] = acc_low[i][e] = 0.f;
 #pragma unroll
-                    for (int e = 0; e < 4; e++) acc[m][i][e] = 0.f;
+                for (int r = 0; r < RECORDS; r++) rest[r][e] = rest_low[r][e] = 0.f;
+            }
 #pragma unroll
             for (int block = 0; block < 4; block++) {
-                float rows[4][8];
+                float rows[2][8];
 #pragma unroll
-                for (int r = 0; r < 4; r++) unit_row(stage, 4 * g + r, g, c, block, rows[r]);
+                for (int r = 0; r < 2; r++) unit_row(stage, 2 * g + r, g, c, block, rows[r]);
 #pragma unroll
-                for (int i = 0; i < 4; i++)
+                for (int i = 0; i < 4; i++) {
+                    float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]};
+                    float h[4], l[4];
+                    split<S_TERMS>(y, h, l);
 #pragma unroll
-                    for (int m = 0; m < 2; m++) {
-                        float y[4] = {rows[2 * m][2 * i], rows[2 * m + 1][2 * i], rows[2 * m][2 * i + 1],
-                                      rows[2 * m + 1][2 * i + 1]};
+                    for (int n = 0; n < COLUMNS; n++) {
+                        float z[2] = {x[n][block][2 * i], x[n][block][2 * i + 1]};
+                        product<S_TERMS, X_TERMS>(acc[n], acc_low[n], h, l, z);
+                    }
+                }
+            }
+            if (DELTA && flush) {
+#pragma unroll 1
+                for (int block = 0; block < 4; block++) {
+                    float keys[RECORDS][8], rows[2][8];
+#pragma unroll
+                    for (int r = 0; r < RECORDS; r++) {
+#if RULE == 2
+                        shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
+#else
+                        load_block(p.k, k_ring + (i64)ring_row(8 * r + g) * K, 8 * r + g < hist, c, block, keys[r]);
+#endif
+                    }
+#pragma unroll
+                    for (int r = 0; r < 2; r++) unit_row(stage, 2 * g + r, g, c, block, rows[r]);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]};
                         float h[4], l[4];
                         split<S_TERMS>(y, h, l);
 #pragma unroll
-                        for (int n = 0; n < COLUMNS; n++) {
-                            float z[2] = {x[n][block][2 * i], x[n][block][2 * i + 1]};
-                            product<S_TERMS, X_TERMS>(acc[m][n], h, l, z);
+                        for (int r = 0; r < RECORDS; r++) {
+                            float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
+                            product<S_TERMS, X_TERMS>(rest[r], rest_low[r], h, l, z);
                         }
                     }
+                }
             }
 
             // the ring, and the columns' factors
-            float past[RECORDS][2][4];
+            float past[RECORDS][2][2];
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
 #pragma unroll
                 for (int n = 0; n < 2; n++) widen(old[r][n], past[r][n]);
 #pragma unroll
-            for (int m = 0; m < 2; m++)
+            for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
-                for (int i = 0; i < COLUMNS; i++) {
+                for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * total, acc_low[i][e] = 0.f;
 #pragma unroll
-                    for (int e = 0; e < 4; e++) acc[m][i][e] *= total;
-#pragma unroll
-                    for (int r = 0; r < RECORDS; r++) {
-                        float y[4] = {past[r][0][2 * m], past[r][0][2 * m + 1], past[r][1][2 * m], past[r][1][2 * m + 1]};
-                        float h[4], l[4];
-                        float z[2] = {score[i][r][0] * record_weight[r][0], score[i][r][1] * record_weight[r][1]};
-                        split<RAW_TERMS>(y, h, l);
-                        product<RAW_TERMS, 2>(acc[m][i], h, l, z);
-                    }
-                    acc[m][i][0] *= column_factor[i][0], acc[m][i][1] *= column_factor[i][1];
-                    acc[m][i][2] *= column_factor[i][0], acc[m][i][3] *= column_factor[i][1];
+                for (int r = 0; r < RECORDS; r++) {
+                    float y[4] = {past[r][0][0], past[r][0][1], past[r][1][0], past[r][1][1]}, h[4], l[4];
+                    float z[2] = {score[i][r][0] * record_weight[r][0], score[i][r][1] * record_weight[r][1]};
+                    split<RAW_TERMS>(y, h, l);
+                    product<RAW_TERMS, 2>(acc[i], acc_low[i], h, l, z);
                 }
+#pragma unroll
+                for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * column_factor[i][e & 1];
+            }
 
-            // the tokens upon each other; y: outputs, u: records
-            float value[TILES][2][4];
+            // the tokens upon each other
+            float value[TILES][2][2];
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll
                 for (int n = 0; n < 2; n++) widen(fresh[t][n], value[t][n]);
-            float out[TILES][2][4], record[TILES][2][4];  // [tile][token 2c + n][row 4g + e]
+            float h[TILES][4], l[TILES][4];
 #pragma unroll
-            for (int m = 0; m < 2; m++) {
-                float rest[TILES][4];
+            for (int t = 0; t < TILES; t++) {
+                float y[4];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
 #pragma unroll
-                for (int t = 0; t < TILES; t++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        float y = value[t][e & 1][2 * m + (e >> 1)];
-                        if (DELTA) y = token_beta[t][e & 1] * (y - acc[m][t][e]);
-                        rest[t][e] = SHARED_TILE && c >= 2 ? 0.f : y;
-                    }
-#pragma unroll
-                for (int s = 0; s < TILES; s++) {
-                    float o[4] = {0, 0, 0, 0}, u[4] = {0, 0, 0, 0};
-                    const int column = SHARED_TILE || !DELTA ? s : TILES + s;
-#pragma unroll
-                    for (int e = 0; e < 4; e++) o[e] = SHARED_TILE && c < 2 ? 0.f : acc[m][column][e];
-#pragma unroll
-                    for (int j = 0; j <= s; j++) {
-                        float y[4] = {rest[j][0], rest[j][2], rest[j][1], rest[j][3]}, h[4], l[4];
-                        split<2>(y, h, l);
-                        if (SHARED_TILE) {
-                            product<2, 2>(o, h, l, solve_b[s][j]);
-                        } else {
-                            product<2, 2>(o, h, l, reply_b[s][j]);
-                            if (DELTA) product<2, 2>(u, h, l, solve_b[s][j]);
-                        }
-                    }
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        out[s][e & 1][2 * m + (e >> 1)] = o[e];
-                        record[s][e & 1][2 * m + (e >> 1)] = SHARED_TILE ? o[e] : u[e];
-                    }
+                for (int e = 0; e < 4; e++) {
+                    y[e] = value[t][e >> 1][e & 1];
+                    if (DELTA) y[e] = token_beta[t][e >> 1] * (y[e] - acc[t][2 * (e & 1) + (e >> 1)]);
+                    if (SHARED_TILE && c >= 2) y[e] = 0.f;
                 }
+                split<2>(y, h[t], l[t]);
             }
 #pragma unroll
-            for (int t = 0; t < TILES; t++)
+            for (int t = 0; t < TILES; t++) {
+                constexpr bool ONE = SHARED_TILE || !DELTA;
+                float o[4], o_low[4], u[4], u_low[4];
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    o[e] = SHARED_TILE && c < 2 ? 0.f : acc[ONE ? t : TILES + t][e];
+                    u[e] = o_low[e] = u_low[e] = 0.f;
+                }
+#pragma unroll
+                for (int j = 0; j <= t; j++) {
+                    product<2, 2>(o, o_low, h[j], l[j], SHARED_TILE ? solve_b[t][j] : reply_b[t][j]);
+                    if (DELTA && !SHARED_TILE) product<2, 2>(u, u_low, h[j], l[j], solve_b[t][j]);
+                }
+#pragma unroll
+                for (int e = 0; e < 4; e++) o[e] += o_low[e], u[e] += u_low[e];
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
                     int s = 8 * t + 2 * c + n;
-                    bool keeps = inside && s < count && s < TOKENS;
-                    i64 row = ring_row(hist + s);
-                    if (keeps) {
+                    const i64 row = ring_row(hist + s);
+                    if (inside && s < count && s < TOKENS) {
                         if (DELTA) {
-                            store4(p.u, u_ring + row * V + v, round4(record[t][n]));
-                            store4(p.v, v_ring + row * V + v, fresh[t][n]);
+                            store2(p.u, u_ring + row * V + v, SHARED_TILE ? round2(o[n], o[2 + n]) : round2(u[n], u[2 + n]));
+                            store2(p.v, v_ring + row * V + v, fresh[t][n]);
                         } else {
-                            store4(p.u, u_ring + row * V + v, fresh[t][n]);
+                            store2(p.u, u_ring + row * V + v, fresh[t][n]);
                         }
                     }
                     if (SHARED_TILE) s -= 4;
                     if (inside && s >= 0 && s < written && s < TOKENS) {
-                        float y[4];
                         const i64 at = (i64)head * V + v;
-                        float gates[4];
-                        if (!DELTA && p.z_in)
-                            widen(load4(p.z_in, batch * p.b_z + (first + s) * p.t_z + at, s < count), gates);
-                        const float skip = !DELTA && p.D ? scalar(p.D, head, p.D_type) : 0.f;
-#pragma unroll
-                        for (int e = 0; e < 4; e++) {
-                            y[e] = out[t][n][e];
-                            if (!DELTA) y[e] += skip * value[t][n][e];
-                            if (!DELTA && p.z_in) y[e] *= gates[e] * sigmoid(gates[e]);
-                            if (s >= count) y[e] = 0.f;
+                        float y[2] = {o[n], o[2 + n]};
+                        if (!DELTA) {
+                            y[0] += skip * value[t][n][0], y[1] += skip * value[t][n][1];
+                            if (p.z_in) {
+                                float z[2];
+                                widen(load2(p.z_in, batch * p.b_z + (first + s) * p.t_z + at, s < count), z);
+                                y[0] *= z[0] * sigmoid(z[0]), y[1] *= z[1] * sigmoid(z[1]);
+                            }
                         }
-                        store4(p.out, batch * p.b_out + (first + s) * p.t_out + at, round4(y));
+                        if (s >= count) y[0] = y[1] = 0.f;
+                        store2(p.out, batch * p.b_out + (first + s) * p.t_out + at, round2(y[0], y[1]));
                     }
                 }
+            }
 
             if (flush) {
-                // u of the history, from the raw records; then its weights in the fold
-                float folded[2][RECORDS][4];
+                // u of the history from the raw records, with its weights in the fold
+                float fh[RECORDS][4], fl[RECORDS][4];
                 if (DELTA) {
-                    float rest[2][RECORDS][4];
-                    Four kept[RECORDS][2];
+                    float rh[RECORDS][4], rl[RECORDS][4];
 #pragma unroll
-                    for (int r = 0; r < RECORDS; r++)
+                    for (int r = 0; r < RECORDS; r++) {
+                        float y[4];
 #pragma unroll
                         for (int n = 0; n < 2; n++) {
-                            int j = 8 * r + 2 * c + n;
-                            kept[r][n] = load4(p.v, v_ring + (i64)ring_row(j) * V + v, inside && j < hist);
+                            float raw[2];
+                            widen(kept[r][n], raw);
 #pragma unroll
-                            for (int m = 0; m < 2; m++) rest[m][r][n] = rest[m][r][2 + n] = 0.f;
+                            for (int e = 0; e < 2; e++)
+                                y[2 * n + e] = fold_beta[r][n] * (raw[e] - fold_factor[r][n] * (rest[r][2 * e + n] + rest_low[r][2 * e + n]));
                         }
-                    for (int block = 0; block < 4; block++) {
-                        float keys[RECORDS][8];
-#pragma unroll
-                        for (int r = 0; r < RECORDS; r++) {
-#if RULE == 2
-                            shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
-#else
-#pragma unroll
-                            for (int half = 0; half < 2; half++) {
-                                int j = 8 * r + g;
-                                float y[4];
-                                widen(load4(p.k, k_ring + (i64)ring_row(j) * K + 32 * block + 8 * c + 4 * half, j < hist), y);
-#pragma unroll
-                                for (int e = 0; e < 4; e++) keys[r][4 * half + e] = y[e];
-                            }
-#endif
-                        }
-                        float rows[4][8];
-#pragma unroll
-                        for (int r = 0; r < 4; r++) unit_row(stage, 4 * g + r, g, c, block, rows[r]);
-#pragma unroll
-                        for (int i = 0; i < 4; i++)
-#pragma unroll
-                            for (int m = 0; m < 2; m++) {
-                                float y[4] = {rows[2 * m][2 * i], rows[2 * m + 1][2 * i], rows[2 * m][2 * i + 1],
-                                              rows[2 * m + 1][2 * i + 1]};
-                                float h[4], l[4];
-                                split<S_TERMS>(y, h, l);
-#pragma unroll
-                                for (int r = 0; r < RECORDS; r++) {
-                                    float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
-                                    product<S_TERMS, X_TERMS>(rest[m][r], h, l, z);
-                                }
-                            }
+                        split<2>(y, rh[r], rl[r]);
                     }
 #pragma unroll
-                    for (int m = 0; m < 2; m++) {
-                        float h[RECORDS][4], l[RECORDS][4];
+                    for (int t = 0; t < RECORDS; t++) {
+                        float u[4] = {0, 0, 0, 0}, u_low[4] = {0, 0, 0, 0};
 #pragma unroll
-                        for (int r = 0; r < RECORDS; r++) {
-#pragma unroll
-                            for (int n = 0; n < 2; n++) {
-                                float y[4];
-                                widen(kept[r][n], y);
-                                rest[m][r][n] = fold_beta[r][n] * (y[2 * m] - fold_factor[r][n] * rest[m][r][n]);
-                                rest[m][r][2 + n] = fold_beta[r][n] * (y[2 * m + 1] - fold_factor[r][n] * rest[m][r][2 + n]);
-                            }
-                            float y[4] = {rest[m][r][0], rest[m][r][2], rest[m][r][1], rest[m][r][3]};
-                            split<2>(y, h[r], l[r]);
+                        for (int r = 0; r <= t; r++) {
+                            const float* cell = fold + (8 * t + g) * LR + 8 * r + 2 * c;
+                            float z[2] = {cell[0], cell[1]};
+                            product<2, 2>(u, u_low, rh[r], rl[r], z);
                         }
+                        float y[4];
 #pragma unroll
-                        for (int s = 0; s < RECORDS; s++) {
-#pragma unroll
-                            for (int e = 0; e < 4; e++) folded[m][s][e] = 0.f;
-#pragma unroll
-                            for (int r = 0; r <= s; r++) {
-                                const float* cell = fold + (8 * s + g) * LR + 8 * r + 2 * c;
-                                float z[2] = {cell[0], cell[1]};
-                                product<2, 2>(folded[m][s], h[r], l[r], z);
-                            }
-                        }
+                        for (int e = 0; e < 4; e++)
+                            y[e] = (u[2 * (e & 1) + (e >> 1)] + u_low[2 * (e & 1) + (e >> 1)]) * record_weight[t][e >> 1];
+                        split<2>(y, fh[t], fl[t]);
                     }
                 } else {
 #pragma unroll
-                    for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                        for (int n = 0; n < 2; n++)
-#pragma unroll
-                            for (int m = 0; m < 2; m++) {
-                                folded[m][r][n] = past[r][n][2 * m];
-                                folded[m][r][2 + n] = past[r][n][2 * m + 1];
-                            }
-                }
-                float h[2][RECORDS][4], l[2][RECORDS][4];
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-#pragma unroll
                     for (int r = 0; r < RECORDS; r++) {
-                        float y[4] = {folded[m][r][0] * record_weight[r][0], folded[m][r][2] * record_weight[r][0],
-                                      folded[m][r][1] * record_weight[r][1], folded[m][r][3] * record_weight[r][1]};
-                        split<2>(y, h[m][r], l[m][r]);
+                        float y[4];
+#pragma unroll
+                        for (int e = 0; e < 4; e++) y[e] = past[r][e >> 1][e & 1] * record_weight[r][e >> 1];
+                        split<2>(y, fh[r], fl[r]);
                     }
-#if STOCHASTIC
-                const i64 seed = *p.rand_seed;
-#else
-                const i64 seed = 0;
-#endif
+                }
+#pragma unroll 1
                 for (int block = 0; block < 4; block++) {
-                    float decay[8];
+                    float tile[2][8];  // [row 2g + r][element]
 #pragma unroll
-                    for (int e = 0; e < 8; e++) decay[e] = KDA ? shared[AT_TOTAL + 32 * block + 8 * c + e] : total;
-                    float tile[4][8];  // [row 4g + r][element]
+                    for (int r = 0; r < 2; r++) {
+                        unit_row(stage, 2 * g + r, g, c, block, tile[r]);
 #pragma unroll
-                    for (int r = 0; r < 4; r++) {
-                        unit_row(stage, 4 * g + r, g, c, block, tile[r]);
-#pragma unroll
-                        for (int e = 0; e < 8; e++) tile[r][e] *= decay[e];
+                        for (int e = 0; e < 8; e++) tile[r][e] *= KDA ? shared[AT_TOTAL + 32 * block + 8 * c + e] : total;
                     }
                     float keys[RECORDS][2][4];
 #pragma unroll
@@ -1091,21 +1072,19 @@ extern "C" __global__ void __launch_bounds__(32) replay_step(const __grid_consta
 #endif
                         }
 #pragma unroll
-                    for (int i = 0; i < 4; i++)  // element i of each four
+                    for (int i = 0; i < 4; i++) {  // element i of each four
+                        float d[4] = {tile[0][i], tile[0][4 + i], tile[1][i], tile[1][4 + i]}, d_low[4] = {0, 0, 0, 0};
 #pragma unroll
-                        for (int m = 0; m < 2; m++) {
-                            float d[4] = {tile[2 * m][i], tile[2 * m][4 + i], tile[2 * m + 1][i], tile[2 * m + 1][4 + i]};
-#pragma unroll
-                            for (int r = 0; r < RECORDS; r++) {
-                                float z[2] = {keys[r][0][i], keys[r][1][i]};
-                                product<2, X_TERMS>(d, h[m][r], l[m][r], z);
-                            }
-                            tile[2 * m][i] = d[0], tile[2 * m][4 + i] = d[1];
-                            tile[2 * m + 1][i] = d[2], tile[2 * m + 1][4 + i] = d[3];
+                        for (int r = 0; r < RECORDS; r++) {
+                            float z[2] = {keys[r][0][i], keys[r][1][i]};
+                            product<2, X_TERMS>(d, d_low, fh[r], fl[r], z);
                         }
+                        tile[0][i] = d[0] + d_low[0], tile[0][4 + i] = d[1] + d_low[1];
+                        tile[1][i] = d[2] + d_low[2], tile[1][4 + i] = d[3] + d_low[3];
+                    }
                     if (inside)
 #pragma unroll
-                        for (int r = 0; r < 4; r++) {
+                        for (int r = 0; r < 2; r++) {
                             i64 at = ((i64)local * V + v + r) * K + 32 * block + 8 * c;
                             store_state(slot_state + at * STATE_BYTES, tile[r], seed,
                                         (u32)((i64)first_head * V * K + at), (u32)slot, (u32)p.layer);

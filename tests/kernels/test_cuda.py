@@ -32,7 +32,7 @@ def by_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def small(rule: str, V: int = 36) -> support.LayerGeometry:
-    """Two units a head, the second one nearly empty."""
+    """Three units a head, the last one nearly empty."""
     return geometry(rule, HV=4, H=2, V=V, K=128)
 
 
@@ -72,7 +72,7 @@ def test_verification(rule: str, case: tuple) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("units", "heads", "V"), [(2, 1, 64), (2, 2, 64), (3, 1, 80), (2, 1, 128), (4, 1, 128)])
+@pytest.mark.parametrize(("units", "heads", "V"), [(4, 1, 64), (4, 2, 64), (3, 1, 80), (5, 1, 80), (4, 1, 128), (8, 1, 128)])
 def test_every_cut(rule: str, units: int, heads: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the work is cut: pipelines over units and heads, parts of a head, a last unit half empty."""
     monkeypatch.setattr(cuda_backend, "cut", lambda *_: Cut(units, heads))
@@ -178,7 +178,7 @@ def test_inputs_of_any_stride(rule: str) -> None:
 def test_refusals() -> None:
     """What it does not serve it refuses with the reason; a pool off a vector boundary too."""
     cases = (
-        ("mamba2", {"V": 6}, {}, 1, "value dimension"),
+        ("mamba2", {"V": 5}, {}, 1, "even value dimension, got 5"),
         ("gdn", {"K": 64}, {}, 1, "key dimension of 128, got 64"),
         ("gdn", {}, {"max_draft": 17, "window": 17}, 17, "at most 16 tokens"),
         ("kda", {}, {"max_draft": 9, "window": 9}, 9, "at most 8 tokens"),

@@ -14,7 +14,7 @@
 
 #define DEVICE static inline
 #define __global__
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define __grid_constant__
 
 typedef uint32_t u32;
