@@ -13,9 +13,14 @@ import torch
 
 
 class Rounding(StrEnum):
-    """How a flush rounds the recurrence copy."""
+    """How a flush rounds the recurrence copy.
+
+    `STOCHASTIC` picks one of the two neighbours at random, by the distances to them, so that what a flush
+    adds is kept on average even where it is less than half a unit in the last place. For fp16.
+    """
 
     NEAREST = "nearest"
+    STOCHASTIC = "stochastic"
 
 
 FORMATS: dict[str, torch.dtype] = {
@@ -51,6 +56,10 @@ class Precision:
         read: format of the copy that non-flush steps read.
         recurrence: format of the copy that flushes start from and write.
         rounding: rounding of the recurrence copy.
+
+    Raises:
+        ValueError: no such format or rounding, copies of different formats, or stochastic rounding of a
+            format other than fp16.
     """
 
     read: str = "fp32"
@@ -61,6 +70,11 @@ class Precision:
         object.__setattr__(self, "read", parse_format(self.read))
         object.__setattr__(self, "recurrence", parse_format(self.recurrence))
         object.__setattr__(self, "rounding", Rounding(self.rounding))
+        if self.rounding is Rounding.STOCHASTIC and self.recurrence != "fp16":
+            raise ValueError(
+                f"stochastic rounding is for recurrence format fp16, got {self.recurrence}: use fp16, or "
+                "rounding 'nearest'"
+            )
         if self.read != self.recurrence:
             raise ValueError(
                 f"read format {self.read} differs from recurrence format {self.recurrence}: separate "

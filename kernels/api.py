@@ -13,7 +13,15 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.checks import check_commit, check_heads, check_indices, check_step, expect, is_dense
+from replayssm.kernels.checks import (
+    check_commit,
+    check_heads,
+    check_indices,
+    check_seed,
+    check_step,
+    expect,
+    is_dense,
+)
 from replayssm.kernels.layer_table import LayerTable, RingTable
 from replayssm.kernels.registry import StepCall, resolve, resolve_operation
 from replayssm.kernels.step_index import EVERY_ROW, StepIndex
@@ -40,6 +48,8 @@ def mamba2_step(
     *,
     window: int,
     index: StepIndex = EVERY_ROW,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """One decode or verification step of a Mamba-2 layer.
@@ -66,6 +76,9 @@ def mamba2_step(
         dt_softplus: apply softplus to `dt + dt_bias`.
         window: L.
         index: which slots and how many tokens, see `StepIndex`.
+        rand_seed: `[1]` int64 on the device; given, folds into an fp16 state round stochastically, by
+            the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes it at every step.
+        layer: number of the layer, so that layers with one seed round differently.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -93,16 +106,18 @@ def mamba2_step(
     expect("z", z, (*lead, H, P))
     expect("dt_bias", dt_bias, (H,))
     check_step(state, ring_start, hist_len, lead, out, x.shape, window, R, x_cache.shape[0], index)
+    check_seed(rand_seed, state)
     batch, tokens = index.rows_and_tokens((lead[0], lead[1]))
     call = StepCall(
         Rule.MAMBA2, H, G, P, N, R, window, tokens, index.parents is not None, index.cu_seqlens is not None,
         index.draft_lens is not None, dt_softplus or dt_bias is not None, False, z is not None, state.dtype,
         _common_dtype(x, B, C, out, out if z is None else z), batch,
         _dense(state, (x_cache, B_cache), (dt_cache,), out, index, ring_start, hist_len, A, D, dt_bias),
+        rand_seed is not None,
     )  # fmt: skip
     return resolve(backend, x.device, call).mamba2_step(
         state, x_cache, B_cache, dt_cache, ring_start, hist_len, x, dt, A, B, C, out, D, z, dt_bias,
-        dt_softplus, window=window, index=index,
+        dt_softplus, window=window, index=index, rand_seed=rand_seed, layer=layer,
     )  # fmt: skip
 
 
@@ -129,6 +144,8 @@ def gdn_step(
     *,
     window: int,
     index: StepIndex = EVERY_ROW,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """One decode or verification step of a Gated DeltaNet layer.
@@ -158,6 +175,9 @@ def gdn_step(
         use_qk_l2norm: l2-normalise `q` and `k` (eps 1e-6 inside the root).
         window: L.
         index: which slots and how many tokens, see `StepIndex`.
+        rand_seed: `[1]` int64 on the device; given, folds into an fp16 state round stochastically, by
+            the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes it at every step.
+        layer: number of the layer, so that layers with one seed round differently.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -169,7 +189,7 @@ def gdn_step(
     """
     _check_delta(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
-        out, A_log, dt_bias, window, index, per_channel=False,
+        out, A_log, dt_bias, window, index, rand_seed, per_channel=False,
     )  # fmt: skip
     expect("dt_bias", dt_bias, (state.shape[1],))
     call = _delta_call(
@@ -177,10 +197,12 @@ def gdn_step(
         use_qk_l2norm,
         _dense(state, (u_cache, k_cache, v_cache), (g_cache, beta_cache), out, index, ring_start, hist_len,
                A_log, dt_bias),
+        rand_seed is not None,
     )  # fmt: skip
     return resolve(backend, q.device, call).gdn_step(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, _scale(scale, state), use_qk_l2norm, window=window, index=index,
+        rand_seed=rand_seed, layer=layer,
     )  # fmt: skip
 
 
@@ -208,6 +230,8 @@ def kda_step(
     *,
     window: int,
     index: StepIndex = EVERY_ROW,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """One decode or verification step of a Kimi Delta Attention layer.
@@ -237,6 +261,9 @@ def kda_step(
         use_qk_l2norm: l2-normalise `q` and `k`.
         window: L.
         index: which slots and how many tokens, see `StepIndex`.
+        rand_seed: `[1]` int64 on the device; given, folds into an fp16 state round stochastically, by
+            the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes it at every step.
+        layer: number of the layer, so that layers with one seed round differently.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -248,7 +275,7 @@ def kda_step(
     """
     _check_delta(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
-        out, A_log, dt_bias, window, index, per_channel=True,
+        out, A_log, dt_bias, window, index, rand_seed, per_channel=True,
     )  # fmt: skip
     HV, _, K = state.shape[1:]
     if dt_bias is not None and tuple(dt_bias.shape) not in ((HV, K), (HV * K,)):
@@ -263,11 +290,12 @@ def kda_step(
         use_qk_l2norm,
         _dense(state, (u_cache, k_cache, g_cache, v_cache), (beta_cache,), out, index, ring_start, hist_len,
                A_log, dt_bias),
+        rand_seed is not None,
     )  # fmt: skip
     return resolve(backend, q.device, call).kda_step(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, lower_bound, _scale(scale, state), use_qk_l2norm,
-        window=window, index=index,
+        window=window, index=index, rand_seed=rand_seed, layer=layer,
     )  # fmt: skip
 
 
@@ -285,6 +313,8 @@ def materialize(
     ring_indices: torch.Tensor | None = None,
     A: Sequence[torch.Tensor] | None = None,
     use_qk_l2norm: bool = True,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
     backend: str = "auto",
 ) -> None:
     """Write the state after the first `count` records of each row into any slot, in all layers.
@@ -309,12 +339,14 @@ def materialize(
         ring_indices: `[B]` int, ring of each row; `source` by default.
         A: per layer `[H]` fp32, for Mamba-2.
         use_qk_l2norm: as in the steps that wrote the records.
+        rand_seed: `[1]` int64 on the device; given, fp16 states are rounded stochastically, as in the steps.
+        layer: number of the first layer; the others follow.
         backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have steps only, take
             the Triton one.
 
     Raises:
         ValueError: `A` is missing for Mamba-2, layers and rings differ in number, an index has another
-            shape than `source`, or the table is for another rule.
+            shape than `source`, a seed comes with states that are not fp16, or the table is for another rule.
         RuntimeError: lists of buffers, while a CUDA graph is being captured.
         BackendUnavailable: the backend named cannot run here.
     """
@@ -323,9 +355,12 @@ def materialize(
         return
     ring_indices = source if ring_indices is None else ring_indices
     check_indices(source=source, count=count, target=target, ring_indices=ring_indices)
+    for state in layers.states:
+        check_seed(rand_seed, state)
     resolve_operation(backend, layers.states[0].device, "materialize").materialize(
         layers, ring_start, count, source, target,
         window=window, ring_indices=ring_indices, use_qk_l2norm=use_qk_l2norm,
+        rand_seed=rand_seed, layer=layer,
     )  # fmt: skip
 
 
@@ -477,6 +512,7 @@ def _delta_call(
     lower_bound: bool,
     use_qk_l2norm: bool,
     dense: bool,
+    stochastic: bool,
 ) -> StepCall:
     HV, V, K = state.shape[1:]
     H, R = k_cache.shape[1:3]
@@ -484,7 +520,7 @@ def _delta_call(
     return StepCall(
         rule, HV, H, V, K, R, window, tokens, index.parents is not None, index.cu_seqlens is not None,
         index.draft_lens is not None, raw_gates, lower_bound, False, state.dtype,
-        _common_dtype(q, k, v, out), batch, dense, use_qk_l2norm=use_qk_l2norm,
+        _common_dtype(q, k, v, out), batch, dense, stochastic, use_qk_l2norm,
     )  # fmt: skip
 
 
@@ -507,6 +543,7 @@ def _check_delta(
     dt_bias: torch.Tensor | None,
     window: int,
     index: StepIndex,
+    rand_seed: torch.Tensor | None,
     *,
     per_channel: bool,
 ) -> None:
@@ -531,3 +568,4 @@ def _check_delta(
     if dt_bias is not None and A_log is None:
         raise ValueError("dt_bias comes with A_log, which is missing: pass both, or finished gates")
     check_step(state, ring_start, hist_len, lead, out, v.shape, window, R, rings, index)
+    check_seed(rand_seed, state)

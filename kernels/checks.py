@@ -94,6 +94,26 @@ def check_step(
         )
 
 
+def check_seed(rand_seed: torch.Tensor | None, state: torch.Tensor) -> None:
+    """A seed of stochastic rounding goes with an fp16 state.
+
+    Raises:
+        ValueError: as `expect`.
+    """
+    if rand_seed is None:
+        return
+    if state.dtype is not torch.float16:
+        raise ValueError(
+            f"rand_seed: stochastic rounding is for fp16 states, got a state of {state.dtype}; leave "
+            "rand_seed out to round to nearest"
+        )
+    if rand_seed.shape != (1,) or rand_seed.dtype != torch.int64 or rand_seed.device != state.device:
+        raise ValueError(
+            f"rand_seed: expected [1] torch.int64 on {state.device}, got {list(rand_seed.shape)} "
+            f"{rand_seed.dtype} on {rand_seed.device}"
+        )
+
+
 def check_indices(**indices: torch.Tensor) -> None:
     """Index tensors of one call: `[B]` int32 or int64, as long as the first.
 

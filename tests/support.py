@@ -126,6 +126,7 @@ def skip_weight(layer: LayerBuffers) -> torch.Tensor | None:
 
 def run_step(
     layer: LayerBuffers,
+    /,
     cache: ReplayCache,
     inputs: Inputs,
     index: StepIndex,

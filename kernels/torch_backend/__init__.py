@@ -14,6 +14,7 @@ from replayssm.kernels.layer_table import LayerTable, RingTable
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 from replayssm.kernels.torch_backend import delta, mamba2
+from replayssm.kernels.torch_backend.rounding import round_states
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
@@ -47,12 +48,15 @@ def mamba2_step(
     *,
     window: int,
     index: StepIndex,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
 ) -> torch.Tensor:
     """See `replayssm.kernels.mamba2_step`."""
     rows = _rows(x, x_cache, ring_start, hist_len, window, index)
     return mamba2.step(
-        rows, state, x_cache, B_cache, dt_cache, x, dt, A, B, C, out, D, z, dt_bias, dt_softplus
-    )
+        rows, state, x_cache, B_cache, dt_cache, x, dt, A, B, C, out, D, z, dt_bias, dt_softplus, rand_seed,
+        layer,
+    )  # fmt: skip
 
 
 def gdn_step(
@@ -77,6 +81,8 @@ def gdn_step(
     *,
     window: int,
     index: StepIndex,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
 ) -> torch.Tensor:
     """See `replayssm.kernels.gdn_step`."""
     rows = _rows(q, k_cache, ring_start, hist_len, window, index)
@@ -85,7 +91,7 @@ def gdn_step(
         g, beta = delta.gdn_gates(g, beta, A_log, dt_bias)
     return delta.step(
         rows, state, u_cache, k_cache, g_cache, v_cache, beta_cache, q, k, v, g, beta, out, scale,
-        use_qk_l2norm,
+        use_qk_l2norm, rand_seed, layer,
     )  # fmt: skip
 
 
@@ -112,6 +118,8 @@ def kda_step(
     *,
     window: int,
     index: StepIndex,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
 ) -> torch.Tensor:
     """See `replayssm.kernels.kda_step`."""
     rows = _rows(q, k_cache, ring_start, hist_len, window, index)
@@ -120,7 +128,7 @@ def kda_step(
         g, beta = delta.kda_gates(g, beta, A_log, dt_bias, lower_bound)
     return delta.step(
         rows, state, u_cache, k_cache, g_cache, v_cache, beta_cache, q, k, v, g, beta, out, scale,
-        use_qk_l2norm,
+        use_qk_l2norm, rand_seed, layer,
     )  # fmt: skip
 
 
@@ -134,13 +142,15 @@ def materialize(
     window: int,
     ring_indices: torch.Tensor,
     use_qk_l2norm: bool,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
 ) -> None:
     """See `replayssm.kernels.materialize`."""
     live = (source >= 0) & (target >= 0) & (ring_indices >= 0)
     slot, ring = zero_where(~live, source.long()), zero_where(~live, ring_indices.long())
     past = torch.arange(window, device=ring_start.device)
     applied = live[:, None] & (past < count[:, None])
-    for layer, (state, caches) in enumerate(zip(layers.states, layers.rings, strict=True)):
+    for number, (state, caches) in enumerate(zip(layers.states, layers.rings, strict=True)):
         ring_rows = next(iter(caches.values())).shape[2]
         rows = (ring_start[ring].long()[:, None] + past) % ring_rows
         old = {
@@ -149,12 +159,14 @@ def materialize(
         }
         S0 = zero_where(~live, state[slot].float())
         if layers.A is not None:
-            decay = layers.A[layer].float()
+            decay = layers.A[number].float()
             folded = mamba2.fold(S0, decay, old["x_cache"], old["B_cache"], old["dt_cache"])
         else:
             keys = delta.keys(old["k_cache"], state.shape[1], use_qk_l2norm)
             g = delta.per_channel(old["g_cache"])
             folded = delta.fold(S0, keys, old["v_cache"], g, old["beta_cache"])
+        if rand_seed is not None:
+            folded = round_states(folded, rand_seed, target, layer + number)
         write_rows(state, target, folded, live)
 
 

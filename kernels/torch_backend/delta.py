@@ -20,6 +20,7 @@ from replayssm.kernels.torch_backend.mathematics import (
     later_sum,
     normalize,
 )
+from replayssm.kernels.torch_backend.rounding import round_states
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
@@ -67,6 +68,8 @@ def step(
     out: torch.Tensor,
     scale: float,
     qk_l2norm: bool,
+    rand_seed: torch.Tensor | None,
+    layer: int,
 ) -> torch.Tensor:
     """One step of a layer.
 
@@ -94,7 +97,10 @@ def step(
         o = o + _attend(q_new, k_new, weight_new, u_new)
         if any_row(rows.flush):
             v_old, beta_old = rows.recorded(v_cache), rows.recorded(beta_cache)
-            write_rows(state, rows.state, fold(S0, k_old, v_old, g_old, beta_old), rows.flush)
+            folded = fold(S0, k_old, v_old, g_old, beta_old)
+            if rand_seed is not None:
+                folded = round_states(folded, rand_seed, rows.state, layer)
+            write_rows(state, rows.state, folded, rows.flush)
     rows.record(u_cache, u_new)
     rows.record(k_cache, rows.raw(k))
     rows.record(g_cache, g)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from replayssm.core.rows import any_row, write_rows, zero_where
 from replayssm.kernels.torch_backend.mathematics import contract, decay, ieee_fp32, later_sum
+from replayssm.kernels.torch_backend.rounding import round_states
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
@@ -31,6 +32,8 @@ def step(
     z: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     dt_softplus: bool,
+    rand_seed: torch.Tensor | None,
+    layer: int,
 ) -> torch.Tensor:
     """One step of a layer; arguments as `replayssm.kernels.mamba2_step`."""
     A = A.float()
@@ -62,6 +65,8 @@ def step(
             y = y * F.silu(rows.tokens(z))
         if any_row(rows.flush):
             folded = fold(S0, A, x_old, B_old, dt_old)
+            if rand_seed is not None:
+                folded = round_states(folded, rand_seed, rows.state, layer)
             write_rows(state, rows.state, folded, rows.flush)
     rows.record(x_cache, rows.raw(x))
     rows.record(B_cache, rows.raw(B))

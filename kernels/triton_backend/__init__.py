@@ -80,6 +80,8 @@ def mamba2_step(
     *,
     window: int,
     index: StepIndex,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
     launch: Shape | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.mamba2_step`; `launch` overrides the launch shape, for measurements."""
@@ -99,21 +101,37 @@ def mamba2_step(
         mamba2, use, H, P, batch, tokens, index, out, state, window, R,
         (x_cache, B_cache, dt_cache), inputs,
         (state, x_cache, B_cache, dt_cache, ring_start, hist_len, x, dt, A, B, C, out, D, z, dt_bias),
-        constants, least=16,
+        constants, rand_seed, layer, least=16,
     )  # fmt: skip
     return out
 
 
-def gdn_step(*args: Any, window: int, index: StepIndex, launch: Shape | None = None) -> torch.Tensor:
+def gdn_step(
+    *args: Any,
+    window: int,
+    index: StepIndex,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
+    launch: Shape | None = None,
+) -> torch.Tensor:
     """See `replayssm.kernels.gdn_step`; `launch` overrides the launch shape, for measurements."""
     *tensors, scale, use_qk_l2norm = args
-    return _delta_step(tensors, None, scale, use_qk_l2norm, False, window, index, launch)
+    return _delta_step(tensors, None, scale, use_qk_l2norm, False, window, index, rand_seed, layer, launch)
 
 
-def kda_step(*args: Any, window: int, index: StepIndex, launch: Shape | None = None) -> torch.Tensor:
+def kda_step(
+    *args: Any,
+    window: int,
+    index: StepIndex,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
+    launch: Shape | None = None,
+) -> torch.Tensor:
     """See `replayssm.kernels.kda_step`; `launch` overrides the launch shape, for measurements."""
     *tensors, lower_bound, scale, use_qk_l2norm = args
-    return _delta_step(tensors, lower_bound, scale, use_qk_l2norm, True, window, index, launch)
+    return _delta_step(
+        tensors, lower_bound, scale, use_qk_l2norm, True, window, index, rand_seed, layer, launch
+    )
 
 
 def _delta_step(
@@ -124,6 +142,8 @@ def _delta_step(
     per_channel: bool,
     window: int,
     index: StepIndex,
+    rand_seed: torch.Tensor | None,
+    layer: int,
     launch: Shape | None,
 ) -> torch.Tensor:
     """A step of either delta rule; `tensors` are those of the public functions, in their order."""
@@ -146,7 +166,7 @@ def _delta_step(
         (u_cache, k_cache, g_cache, v_cache, beta_cache), (q, k, v, g, beta, out),
         (state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
          out, A_log, dt_bias, bound, scale),
-        constants, least=8,
+        constants, rand_seed, layer, least=8,
     )  # fmt: skip
     result: torch.Tensor = out
     return result
@@ -168,6 +188,8 @@ def _launch(
     inputs: Sequence[torch.Tensor],
     arguments: Sequence[Any],
     constants: dict[str, Any],
+    rand_seed: torch.Tensor | None,
+    layer: int,
     least: int,
 ) -> None:
     """One launch of a rule's `decode` or `verify` over the rows of `index`."""
@@ -184,9 +206,9 @@ def _launch(
     constants |= {
         "BL": max(power(window), 16), "HAS_STATE": index.state_indices is not None,
         "HAS_RING": index.ring_indices is not None, "HAS_LENS": index.draft_lens is not None,
-        "VARLEN": index.cu_seqlens is not None,
+        "VARLEN": index.cu_seqlens is not None, "STOCHASTIC": rand_seed is not None,
     }  # fmt: skip
-    rows = (index.state_indices, index.ring_indices, index.pad_slot_id, lens)
+    rows = (index.state_indices, index.ring_indices, index.pad_slot_id, lens, rand_seed, layer)
     tiles = triton.cdiv(value_dim, use.rows)
     if tokens == 1:
         kernels.decode[(heads * triton.cdiv(tiles, use.tiles), batch)](
@@ -214,6 +236,8 @@ def materialize(
     window: int,
     ring_indices: torch.Tensor,
     use_qk_l2norm: bool,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
 ) -> None:
     """See `replayssm.kernels.materialize`; one launch for each group of equal layers."""
     rows = (ring_start, *(_flat(index) for index in (count, source, target, ring_indices)))
@@ -231,14 +255,16 @@ def materialize(
         grid = (HV * triton.cdiv(V, tile), batch, len(group.table))
         if layers.rule is Rule.MAMBA2:
             mamba2.materialize[grid](
-                group.table, *buffers.values(), *rows, *strides, R,
+                group.table, *buffers.values(), *rows, rand_seed, layer, *strides, R,
                 H=HV, G=H, P=V, N=K, BP=tile, **_cut("NN", "NI", K), BL=records, ALIGNED=group.aligned,
+                STOCHASTIC=rand_seed is not None,
             )  # fmt: skip
         else:
             delta.materialize[grid](
-                group.table, *buffers.values(), *rows, *strides, R,
+                group.table, *buffers.values(), *rows, rand_seed, layer, *strides, R,
                 HV=HV, H=H, V=V, K=K, BV=tile, **_cut("NK", "KI", K), BL=records,
                 PER_CHANNEL=layers.rule is Rule.KDA, L2NORM=use_qk_l2norm, ALIGNED=group.aligned,
+                STOCHASTIC=rand_seed is not None,
             )  # fmt: skip
 
 

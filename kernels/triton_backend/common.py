@@ -64,6 +64,42 @@ def store_rounded(pointer, value, mask):
 
 
 @triton.jit
+def random_words(rand_seed, slot, layer, row, K: tl.constexpr, BK: tl.constexpr):
+    """`[rows, BK]`, the random words of the state's rows `row` (`head * V + v`) in a slot.
+
+    As `replayssm.kernels.torch_backend.rounding` defines them.
+    """
+    seed = tl.load(rand_seed)
+    if K % 4 == 0:
+        group = row[:, None] * (K // 4) + tl.arange(0, BK // 4)[None, :]
+        zero = group * 0
+        w0, w1, w2, w3 = tl.philox(seed, group, zero + slot.to(tl.int32), zero + layer, zero)
+        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (row.shape[0], BK))
+    else:
+        element = row[:, None] * K + tl.arange(0, BK)[None, :]
+        zero = element * 0
+        w0, w1, w2, w3 = tl.philox(seed, element // 4, zero + slot.to(tl.int32), zero + layer, zero)
+        even, odd = tl.where(element % 4 == 0, w0, w2), tl.where(element % 4 == 1, w1, w3)
+        return tl.where(element % 2 == 0, even, odd)
+
+
+@triton.jit
+def store_stochastic(pointer, value, mask, words):
+    """fp32 values as fp16, rounded by random words as the torch backend's `round_to_half` does."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    random = (words & 0x1FFF).to(tl.int32)
+    small = magnitude < 0x38800000
+    fraction = tl.where(small, tl.abs(value), 0.0) * 137438953472.0
+    half = tl.where(small, (fraction.to(tl.int32) + random) >> 13, ((magnitude + random) >> 13) - (112 << 10))
+    half = tl.minimum(half, 0x7BFF)
+    half = tl.where(magnitude == 0x7F800000, 0x7C00, half)
+    half = tl.where(magnitude > 0x7F800000, 0x7E00, half)
+    half |= (bits >> 16) & 0x8000
+    tl.store(pointer, half.to(tl.int16).to(tl.float16, bitcast=True), mask=mask)
+
+
+@triton.jit
 def bf16_dot(a, b, total, INTERPRET: tl.constexpr):
     """`total + a @ b` of bf16 operands, accumulated in fp32.
 

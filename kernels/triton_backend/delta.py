@@ -18,10 +18,12 @@ from replayssm.kernels.triton_backend.common import (
     extent,
     locate,
     of_layer,
+    random_words,
     sigmoid,
     softplus,
     state_dot,
     store_rounded,
+    store_stochastic,
 )
 
 
@@ -107,9 +109,13 @@ def later_sum(g, BL: tl.constexpr):
 
 
 @triton.jit
-def fold_rows(source, target, M, beta, reading, writing, total, v_ring, start, count, R, vi, V, K,
-              BK: tl.constexpr, BL: tl.constexpr):  # fmt: skip
-    """Value rows `vi` of the state `[V, K]` at `source` after the prepared records, to `target`."""
+def fold_rows(source, target, M, beta, reading, writing, total, v_ring, start, count, R, vi, V,
+              K: tl.constexpr, rand_seed, slot, layer, hv, BK: tl.constexpr, BL: tl.constexpr,
+              STOCHASTIC: tl.constexpr):  # fmt: skip
+    """Value rows `vi` of the state `[V, K]` at `source` after the prepared records, to `target`.
+
+    `target` belongs to head `hv` of `slot`, by which stochastic rounding draws.
+    """
     j = tl.arange(0, BL)
     ki = tl.arange(0, BK)
     at = vi[:, None] * K + ki[None, :]
@@ -128,14 +134,18 @@ def fold_rows(source, target, M, beta, reading, writing, total, v_ring, start, c
         U = tl.where(here, u_s[:, None], U)
         rest -= u_s[:, None] * tl.sum(tl.where(here, M, 0.0), 1)[None, :]
     S = tl.dot(U, writing, S * total[None, :], input_precision="tf32x3")
-    store_rounded(target + at, S, inside)
+    if STOCHASTIC:
+        words = random_words(rand_seed, slot, layer, hv * V + vi, K, BK)
+        store_stochastic(target + at, S, inside, words)
+    else:
+        store_rounded(target + at, S, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def decode(
     state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len,
     q, k, v, g, beta, out, A_log, dt_bias, lower_bound, scale,
-    state_indices, ring_indices, pad_slot, lens,
+    state_indices, ring_indices, pad_slot, lens, rand_seed, layer,
     s_state, s_u, h_u, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta,
     b_q, b_k, b_v, b_g, b_beta, b_out, t_q, t_k, t_v, t_g, t_beta, t_out,
     R, L,
@@ -145,6 +155,7 @@ def decode(
     PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr,
     RAW: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """One token a row. A program serves `TILES` value tiles of a head, their loads in a pipeline.
 
@@ -254,14 +265,15 @@ def decode(
         S_start = state + slot * s_state + hv * (V * K)
         for i in range(TILES):
             fold_rows(S_start, S_start, M, beta_old, reading, writing, faded, v_ring, start, hist, R,
-                      v_first + i * BV + vb, V, K, NK * KI, BL)  # fmt: skip
+                      v_first + i * BV + vb, V, K, rand_seed, slot, layer, hv, NK * KI, BL,
+                      STOCHASTIC)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def verify(
     state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len,
     q, k, v, g, beta, out, A_log, dt_bias, lower_bound, scale,
-    state_indices, ring_indices, pad_slot, lens, parents,
+    state_indices, ring_indices, pad_slot, lens, rand_seed, layer, parents,
     s_state, s_u, h_u, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta,
     b_q, b_k, b_v, b_g, b_beta, b_out, t_q, t_k, t_v, t_g, t_beta, t_out,
     R, L, T,
@@ -270,7 +282,7 @@ def verify(
     PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr,
     RAW: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr,
-    TREE: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
+    TREE: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Up to `T <= BT` tokens a row, chains or trees. Grid: (value tiles of all heads, rows)."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -421,16 +433,17 @@ def verify(
         )
         S_start = state + slot * s_state + hv * (V * K)
         fold_rows(S_start, S_start, M, beta_old, reading, writing, faded, v_ring, start, hist, R,
-                  vi, V, K, BK, BL)  # fmt: skip
+                  vi, V, K, rand_seed, slot, layer, hv, BK, BL, STOCHASTIC)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def materialize(
     table, state, k_cache, g_cache, v_cache, beta_cache, ring_start, count, source, target, ring_indices,
-    s_state, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta, R,
+    rand_seed, layer, s_state, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta, R,
     HV: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     BV: tl.constexpr, NK: tl.constexpr, KI: tl.constexpr, BL: tl.constexpr,
     PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """State of `source` after its first `count` records into `target`, in every layer of the table.
 
@@ -455,4 +468,5 @@ def materialize(
         k_ring, g_ring, beta_ring, first, records, R, K, NK * KI, BL, PER_CHANNEL, L2NORM
     )
     fold_rows(inner + origin * s_state, inner + place * s_state, M, beta, reading, writing, total,
-              v_ring, first, records, R, vi, V, K, NK * KI, BL)  # fmt: skip
+              v_ring, first, records, R, vi, V, K, rand_seed, place, layer + tl.load(entry + 5).to(tl.int32),
+              hv, NK * KI, BL, STOCHASTIC)  # fmt: skip

@@ -17,10 +17,12 @@ from replayssm.kernels.triton_backend.common import (
     extent,
     locate,
     of_layer,
+    random_words,
     sigmoid,
     softplus,
     state_dot,
     store_rounded,
+    store_stochastic,
 )
 
 
@@ -34,9 +36,13 @@ def along_n(x):
 
 
 @triton.jit
-def fold_rows(source, target, x_ring, B_ring, dt_ring, rate, start, count, R, p, P, N,
-              BN: tl.constexpr, BL: tl.constexpr):  # fmt: skip
-    """Rows `p` of the state `[P, N]` at `source` after the first `count <= BL` records, to `target`."""
+def fold_rows(source, target, x_ring, B_ring, dt_ring, rate, start, count, R, p, P, N: tl.constexpr,
+              rand_seed, slot, layer, head, BN: tl.constexpr, BL: tl.constexpr,
+              STOCHASTIC: tl.constexpr):  # fmt: skip
+    """Rows `p` of the state `[P, N]` at `source` after the first `count <= BL` records, to `target`.
+
+    `target` belongs to `head` of `slot`, by which stochastic rounding draws.
+    """
     n = tl.arange(0, BN)
     j = tl.arange(0, BL)
     in_p, in_n = p < P, n < N
@@ -52,7 +58,11 @@ def fold_rows(source, target, x_ring, B_ring, dt_ring, rate, start, count, R, p,
     B = tl.load(B_ring + row[:, None] * N + n[None, :], mask=applied[:, None] & in_n[None, :], other=0.0)
     S *= tl.exp(rate * tl.sum(dt, 0))
     S = tl.dot(x.to(tl.float32) * weight[None, :], B.to(tl.float32), S, input_precision="tf32x3")
-    store_rounded(target + at, S, inside)
+    if STOCHASTIC:
+        words = random_words(rand_seed, slot, layer, head * P + p, N, BN)
+        store_stochastic(target + at, S, inside, words)
+    else:
+        store_rounded(target + at, S, inside)
 
 
 @triton.jit
@@ -64,11 +74,11 @@ def time_step(dt, dt_bias, head, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr)
     return dt
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def decode(
     state, x_cache, B_cache, dt_cache, ring_start, hist_len,
     x, dt, A, B, C, out, D, z, dt_bias,
-    state_indices, ring_indices, pad_slot, lens,
+    state_indices, ring_indices, pad_slot, lens, rand_seed, layer,
     s_state, s_x, h_x, s_B, h_B, s_dt, h_dt,
     b_x, b_dt, b_B, b_C, b_out, b_z, t_x, t_dt, t_B, t_C, t_out, t_z,
     R, L,
@@ -77,6 +87,7 @@ def decode(
     NN: tl.constexpr, NI: tl.constexpr, BL: tl.constexpr,
     HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """One token a row. A program serves `TILES` head_dim tiles of a head, their loads in a pipeline.
 
@@ -150,14 +161,15 @@ def decode(
         head_state = state + slot * s_state + head * (P * N)
         for i in range(TILES):
             fold_rows(head_state, head_state, x_ring, B_ring, dt_ring, rate, start, hist, R,
-                      p_first + i * BP + pb, P, N, NN * NI, BL)  # fmt: skip
+                      p_first + i * BP + pb, P, N, rand_seed, slot, layer, head, NN * NI, BL,
+                      STOCHASTIC)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def verify(
     state, x_cache, B_cache, dt_cache, ring_start, hist_len,
     x, dt, A, B, C, out, D, z, dt_bias,
-    state_indices, ring_indices, pad_slot, lens, parents,
+    state_indices, ring_indices, pad_slot, lens, rand_seed, layer, parents,
     s_state, s_x, h_x, s_B, h_B, s_dt, h_dt,
     b_x, b_dt, b_B, b_C, b_out, b_z, t_x, t_dt, t_B, t_C, t_out, t_z,
     R, L, T,
@@ -165,7 +177,7 @@ def verify(
     BP: tl.constexpr, NN: tl.constexpr, NI: tl.constexpr, BL: tl.constexpr, BT: tl.constexpr,
     HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr,
-    TREE: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
+    TREE: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Up to `T <= BT` tokens a row, chains or trees. Grid: (head_dim tiles of all heads, rows)."""
     NP: tl.constexpr = (P + BP - 1) // BP
@@ -256,15 +268,16 @@ def verify(
     if hist + count > L:
         head_state = state + slot * s_state + head * (P * N)
         fold_rows(head_state, head_state, x_ring, B_ring, dt_ring, rate, start, hist, R, p, P, N,
-                  NN * NI, BL)  # fmt: skip
+                  rand_seed, slot, layer, head, NN * NI, BL, STOCHASTIC)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def materialize(
     table, state, x_cache, B_cache, dt_cache, A, ring_start, count, source, target, ring_indices,
-    s_state, s_x, h_x, s_B, h_B, s_dt, h_dt, R,
+    rand_seed, layer, s_state, s_x, h_x, s_B, h_B, s_dt, h_dt, R,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BP: tl.constexpr, NN: tl.constexpr, NI: tl.constexpr, BL: tl.constexpr, ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """State of `source` after its first `count` records into `target`, in every layer of the table.
 
@@ -286,5 +299,6 @@ def materialize(
     fold_rows(
         inner + origin * s_state, inner + place * s_state, x_ring, B_ring, dt_ring, rate,
         tl.load(ring_start + ring), tl.load(count + b).to(tl.int32), R,
-        tile * BP + tl.arange(0, BP), P, N, NN * NI, BL,
+        tile * BP + tl.arange(0, BP), P, N, rand_seed, place, layer + tl.load(entry + 5).to(tl.int32), head,
+        NN * NI, BL, STOCHASTIC,
     )  # fmt: skip

@@ -221,6 +221,7 @@ def test_what_a_step_says_of_itself(rule: str, seen: list[StepCall]) -> None:
     run_step(layer, walk.cache, packed, StepIndex(cu_seqlens=ints([0, 3, 4]), max_seqlen=3))
     wide = torch.empty(2, 3, 4, 6, dtype=torch.bfloat16)[..., 1:]
     run_step(layer, walk.cache, inputs, StepIndex(), out=wide)
+    run_step(layer, walk.cache, inputs, StepIndex(), rand_seed=torch.tensor([1]), layer=2)
     plain = StepCall(
         Rule(rule), 4, 2, 5, 8, 10, 6, 3, False, False, False, False, False, False, torch.float16,
         torch.bfloat16, 2, use_qk_l2norm=rule != "mamba2",
@@ -233,6 +234,7 @@ def test_what_a_step_says_of_itself(rule: str, seen: list[StepCall]) -> None:
         ),
         replace(plain, varlen=True),
         replace(plain, dense=False),
+        replace(plain, stochastic=True),
     ]  # fmt: skip
 
 
