@@ -74,7 +74,7 @@ def early_policy(tokens: int, window: int) -> Policy:
 
 
 def stationary(
-    policy: Policy, tokens: int, seed: int = 0, rows: int = 4096, steps: int = 128
+    policy: Policy, tokens: int, seed: int = 0, rows: int = 4096, steps: int = 512
 ) -> torch.Tensor:
     """`[rows]` int32, sorted: histories after `steps` steps with acceptance uniform in `1..tokens`."""
     generator = torch.Generator().manual_seed(seed)

@@ -71,7 +71,7 @@ def check(
             try:
                 error = _error(kind, small, shape, device, backend)
             except Exception as problem:  # Whatever a peer raises is an outcome, not an end.
-                _synchronize(device)
+                synchronize(device)
                 failures[shape] = describe(problem)
                 errors.pop(shape, None)
             else:
@@ -122,11 +122,12 @@ def _error(kind: type[Contestant], case: Case, shape: str, device: torch.device,
         error = ((contestant.out.float() - expected).abs().max() / expected.abs().max()).item()
         worst = max(worst, error if error == error else float("inf"))
         contestant.advance(accepted)
-    _synchronize(device)
+    synchronize(device)
     return worst
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; raises what went wrong on it."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -208,7 +209,7 @@ def measure(
         try:
             tried[shape] = clock(contestant, 5).us
         except Exception as problem:  # Launch shapes may not fit every batch.
-            _synchronize(room.states.device)
+            synchronize(room.states.device)
             problems.append(f"{shape}: {describe(problem)}")
     if len(shapes) > 1 and not tried:
         raise RuntimeError("; ".join(problems))

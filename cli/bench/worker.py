@@ -17,23 +17,23 @@ import torch
 from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.contestant import Contestant
 from replayssm.cli.bench.contestants import PEERS, contestants
-from replayssm.cli.bench.measure import Room, check, describe, measure
+from replayssm.cli.bench.measure import Room, check, describe, measure, synchronize
 from replayssm.cli.bench.packages import installed
 from replayssm.cli.bench.timing import bandwidth, graph_clock
 
-MARK = "\x1e"
+MARK = "@bench@ "
 """Opens a line that is a message; anything else is what packages print."""
 
 
-def main(orders: dict[str, Any], out: TextIO) -> None:
+def main(orders: dict[str, Any], out: TextIO, device: torch.device) -> None:
     """Do what `orders` ask for.
 
     Args:
         orders: `task` (`check` or `time`), `backend`, `jobs` (`[case, impl]` each), and for timing `quick`
             and `errors` (for each job, launch shapes with their errors).
-        out: where messages go: `begin`, then `checked`, `row` or `failed` for each job.
+        out: where messages go: `checked`, `row` or `failed` for each job.
+        device: where everything runs.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
     jobs = [(Case.parse(name), impl) for name, impl in orders["jobs"]]
 
     def say(**message: Any) -> None:
@@ -43,13 +43,23 @@ def main(orders: dict[str, Any], out: TextIO) -> None:
     (_check if orders["task"] == "check" else _time)(orders, jobs, device, say)
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def release(device: torch.device) -> None:
+    """Give cached memory back, so that the next contestant finds what it needs."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _kind(case: Case, impl: str) -> type[Contestant]:
     return next(kind for kind in contestants(case, PEERS) if kind.name == impl)
 
 
 def _check(orders: dict[str, Any], jobs: list[tuple[Case, str]], device: torch.device, say: Any) -> None:
     for case, impl in jobs:
-        say(begin=[case.name, impl])
         kind = _kind(case, impl)
         reason, errors = kind.refuses(case), {}
         if reason is None:
@@ -57,15 +67,15 @@ def _check(orders: dict[str, Any], jobs: list[tuple[Case, str]], device: torch.d
             reason = checked.reason
             errors = {shape: checked.errors[shape] for shape in checked.sound}
         say(checked=[case.name, impl], reason=reason, errors=errors, versions=kind.versions())
-        torch.cuda.empty_cache()
+        release(device)
 
 
 def _time(orders: dict[str, Any], jobs: list[tuple[Case, str]], device: torch.device, say: Any) -> None:
     band = bandwidth(device)
-    torch.cuda.empty_cache()
+    release(device)
     say(
         bandwidth=asdict(band),
-        gpu=torch.cuda.get_device_name(device),
+        gpu=device_name(device),
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -75,18 +85,17 @@ def _time(orders: dict[str, Any], jobs: list[tuple[Case, str]], device: torch.de
     )
     room = Room.allocate([case for case, _ in jobs], device)
     for (case, impl), errors in zip(jobs, orders["errors"], strict=True):
-        say(begin=[case.name, impl])
         try:
             row = measure(
                 _kind(case, impl), case, room, graph_clock, band, errors, orders["backend"], orders["quick"]
             )
         except Exception as problem:  # One row's trouble; where the GPU itself failed, this raises again.
-            torch.cuda.synchronize()
+            synchronize(device)
             say(failed=[case.name, impl], reason=describe(problem))
         else:
             say(row=row)
-        torch.cuda.empty_cache()
+        release(device)
 
 
 if __name__ == "__main__":
-    main(json.load(sys.stdin), sys.stdout)
+    main(json.load(sys.stdin), sys.stdout, torch.device("cuda", torch.cuda.current_device()))
