@@ -1,6 +1,6 @@
 """The Triton backend under Triton's interpreter: the oracle's walks over small shapes, every branch.
 
-On a GPU the same kernels run compiled in `test_triton_gpu.py`, on the models' shapes.
+On a GPU the same kernels run compiled in `tests/kernels/device`, on the models' shapes.
 """
 
 from __future__ import annotations
