@@ -1,7 +1,8 @@
 """Write the figures of README and docs from recorded results, so that none is typed.
 
 A document marks a place with `<!-- figures:NAME -->` and `<!-- /figures -->`; what lies between is
-replaced. NAME is a topic, whose newest file in `bench/results` is read, or `plan`.
+replaced. NAME is a topic, whose newest file in `bench/results` is read, or `plan`. The plot of the kernels
+is drawn beside their table.
 
     python bench/figures.py            # rewrite
     python bench/figures.py --check    # status 1 where a document is not what this would write
@@ -18,19 +19,27 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from replayssm.cli.bench import table
 from replayssm.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+PLOT = ROOT / "docs" / "kernels.png"
 PLANNED = "Nemotron-3-Super-120B-A12B"
 PLAN = ["plan", "--model", PLANNED, "--window", "16", "--precision", "fp32"]
 MARKED = re.compile(r"(<!-- figures:(\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
 def newest(topic: str, results: Path = RESULTS) -> Path:
-    """The result file of a topic with the latest date in its name."""
+    """The result file of a topic with the latest date in its name.
+
+    Raises:
+        FileNotFoundError: there is none yet.
+    """
     dated = re.compile(rf"{re.escape(topic)}-[^-]+-(\d{{4}}-\d\d-\d\d)\.json")
     found = {match[1]: path for path in results.iterdir() if (match := dated.fullmatch(path.name))}
+    if not found:
+        raise FileNotFoundError(f"no file {topic}-<machine>-<date>.json in {results}")
     return found[max(found)]
 
 
@@ -81,7 +90,55 @@ def plan() -> str:
     )
 
 
-FIGURES: dict[str, Callable[[], str]] = {"e2e-transformers": e2e_transformers, "plan": plan}
+def kernels(results: Path = RESULTS) -> str:
+    """Times of the kernels beside their peers', and the targets; one line where none is recorded yet."""
+    try:
+        path = newest("kernels", results)
+    except FileNotFoundError:
+        return "No run on a GPU is recorded yet.\n"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    rows = record["rows"]
+    rules = {row["rule"] for row in rows}
+    titles = {"gdn": "Gated DeltaNet", "mamba2": "Mamba-2", "kda": "Kimi Delta Attention"}
+    parts = [f"![How many times faster than the peers, over the batch size]({PLOT.name})"]
+    for rule, title in titles.items():
+        if rule in rules:
+            lines = table.times([row for row in rows if row["rule"] == rule])
+            parts += [f"### {title}", table.markdown(lines)]
+    parts += ["### Targets", table.markdown(table.targets(rows)), _kernels_source(path, record)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _kernels_source(path: Path, record: dict[str, Any]) -> str:
+    rates = ", ".join(f"{name} {rate:.2f}" for name, rate in record["bandwidth_tbps"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    skipped = sorted({(entry["impl"], entry["reason"]) for entry in record["skipped"]})
+    reasons = "".join(f"\n- {impl}: {reason}" for impl, reason in skipped)
+    return (
+        f"Microseconds per layer; T is in a case's name. From "
+        f"[{path.name}](../bench/results/{path.name}): `{record['command']}` on {record['date']}; "
+        f"{record['gpu']}, bandwidth {rates} TB/s; {versions}; commit {str(record['commit'])[:12]}."
+        + (f"\n\nNot timed:\n{reasons}" if reasons else "")
+    )
+
+
+def draw_kernels(path: Path, results: Path = RESULTS) -> None:
+    """Draw the plot of the newest record, where there is one; needs matplotlib."""
+    from replayssm.cli.bench.plot import draw
+
+    try:
+        record = json.loads(newest("kernels", results).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    note = f"Standard decoding, fp32 state, bf16 activations, L = 16: {record['gpu']}, {record['date']}"
+    draw(path, record["rows"], note)
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "e2e-transformers": e2e_transformers,
+    "kernels": kernels,
+    "plan": plan,
+}
 
 
 def rewrite(text: str) -> str:
@@ -101,6 +158,8 @@ def main() -> int:
         print(path.relative_to(ROOT))
         if "--check" not in sys.argv:
             path.write_text(rewrite(path.read_text("utf-8")), encoding="utf-8")
+    if "--check" not in sys.argv:
+        draw_kernels(PLOT)
     return int(bool(stale) and "--check" in sys.argv)
 
 

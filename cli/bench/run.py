@@ -24,7 +24,7 @@ from replayssm.cli.bench.worker import MARK
 from replayssm.cli.errors import CommandError
 from replayssm.cli.record import ROOT, commit
 
-CHECKERS = 8
+CHECKERS = 12
 """Check processes at a time."""
 CHECK_SILENCE, TIME_SILENCE = 240.0, 120.0
 """Seconds without a message after which a process is taken for hung. First launches compile."""

@@ -1,0 +1,81 @@
+"""The kernels' tables and plot, from a record that is made up."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from replayssm.cli.bench.cases import Case
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_kernel_figures", ROOT / "bench" / "figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(geometry: str, batch: int, impl: str, us: float, tokens: int = 1) -> dict[str, Any]:
+    case = Case(geometry, batch, tokens)
+    return {
+        "case": case.name, "rule": case.rule.value, "geometry": geometry, "batch": batch, "T": tokens,
+        "impl": impl, "us": us, "bandwidth_fraction": 0.931,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    record = {
+        "topic": "kernels", "date": "2026-01-02", "machine": "m", "gpu": "some GPU",
+        "versions": {"torch": "2.11"}, "commit": "0123456789abcdef", "command": "replayssm bench kernels",
+        "bandwidth_tbps": {"copy": 4.281, "read": 4.594},
+        "skipped": [{"case": "kda-32/*/t1", "impl": "flashinfer", "reason": "not for KDA"}],
+        "rows": [
+            row("gdn-hv64", 256, "ours", 270.0), row("gdn-hv64", 256, "sglang", 540.0),
+            row("gdn-hv64", 256, "sglang-replay", 324.0), row("gdn-hv64", 1, "ours", 5.0),
+            row("gdn-hv64", 1, "sglang", 6.0), row("kda-32", 8, "ours", 10.0), row("kda-32", 8, "fla", 15.0),
+            row("gdn-hv64", 256, "ours", 300.0, tokens=4),
+        ],
+    }  # fmt: skip
+    (tmp_path / "kernels-x-2026-01-02.json").write_text(json.dumps(record), encoding="utf-8")
+    (tmp_path / "kernels-x-2025-12-31.json").write_text("{}", encoding="utf-8")
+    return tmp_path
+
+
+def test_tables_come_from_the_newest_record(figures: ModuleType, results: Path) -> None:
+    text = figures.kernels(results)
+    assert "![How many times faster than the peers, over the batch size](kernels.png)" in text
+    assert "| gdn-hv64/b256/t1 | 270.0 | 540.0 | 324.0 | 1.20 | 93% |" in text
+    assert "| kda-32/b8/t1 | 10.0 | 15.0 | 1.50 | 93% |" in text
+    assert "### Mamba-2" not in text
+    assert "| GDN Hv 64, T = 1 | sglang | 1.90x | gdn-hv64/b256/t1 | 2.00x | 1 of 2 |" in text
+    assert "some GPU, bandwidth copy 4.28, read 4.59 TB/s; torch 2.11; commit 0123456789ab." in text
+    assert "- flashinfer: not for KDA" in text
+
+
+def test_without_a_record_nothing_is_claimed(figures: ModuleType, tmp_path: Path) -> None:
+    assert figures.kernels(tmp_path) == "No run on a GPU is recorded yet.\n"
+    figures.draw_kernels(tmp_path / "kernels.png", tmp_path)
+    assert not (tmp_path / "kernels.png").exists()
+
+
+def test_the_plot_is_drawn(figures: ModuleType, results: Path) -> None:
+    plot = pytest.importorskip("replayssm.cli.bench.plot")
+    found = plot.speedups(json.loads((results / "kernels-x-2026-01-02.json").read_text("utf-8"))["rows"])
+    assert found["gdn"]["gdn-hv64"] == {
+        "over SGLang's conventional kernel": [(256, 2.0), (1, 1.2)],
+        "over the best peer": [(256, 1.2), (1, 1.2)],
+    }
+    assert found["kda"]["kda-32"] == {"over the best peer": [(8, 1.5)]}
+    figures.draw_kernels(results / "kernels.png", results)
+    assert (results / "kernels.png").read_bytes().startswith(b"\x89PNG")
