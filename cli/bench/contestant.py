@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from replayssm.cli.bench.cases import WINDOW, Case
+from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.histories import Histories
 from replayssm.cli.bench.inputs import ACTIVATIONS, Inputs
 
@@ -153,6 +153,3 @@ def starts(lengths: torch.Tensor, rows: int) -> torch.Tensor:
 def nothing(batch: int) -> torch.Tensor:
     """`[1, B]` int32 zeros: cursors of empty rings."""
     return torch.zeros(1, batch, dtype=torch.int32)
-
-
-__all__ = ["WINDOW", "Contestant", "Cursors", "Setup", "nothing", "starts"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -22,12 +23,19 @@ KNOBS = ("FLASHINFER_SSU_MAIN_CTA_PER_SM", "FLASHINFER_SSU_MAIN_PIPELINE_STAGES"
 
 
 @cache
-def _driver() -> None:
-    """Its modules look symbols of the driver up in the process, wherever they were linked."""
-    try:
+def _package() -> str | None:
+    """Import the package; why it can't be used, if so.
+
+    Its modules look the driver's symbols up in the process, so the driver comes first, for all to see.
+    """
+    with suppress(OSError):
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-    except OSError:
-        return
+    return missing(MODULE)
+
+
+def _module() -> Any:
+    _package()
+    return load(MODULE)
 
 
 def _refuses(case: Case) -> str | None:
@@ -35,8 +43,7 @@ def _refuses(case: Case) -> str | None:
         return "of this package the Mamba-2 kernels are timed"
     if case.layer.value_dim != 64:
         return f"its kernels are made for heads of 64 values, not {case.layer.value_dim}"
-    _driver()
-    return missing(MODULE)
+    return _package()
 
 
 class _FlashInfer(Contestant):
@@ -60,7 +67,7 @@ class Conventional(_FlashInfer):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._step = load(MODULE).selective_state_update
+        self._step = _module().selective_state_update
         self._decays, self._skip, self._bias = self.parameters(ACTIVATIONS)
         self._algorithm = "auto"
 
@@ -92,7 +99,7 @@ class Checkpointing(_FlashInfer):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        case, g, module = setup.case, setup.case.layer, load(MODULE)
+        case, g, module = setup.case, setup.case.layer, _module()
         self._step = module.checkpointing_ssu
         self._decays, self._skip, self._bias = self.parameters(torch.float32)
         self._scratch = module.allocate_checkpointing_ssu_scratch(

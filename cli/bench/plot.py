@@ -57,9 +57,8 @@ def _draw_rule(axis: Axes, geometries: Mapping[str, Mapping[str, list[tuple[int,
     for style, (geometry, lines) in zip(STYLES, geometries.items(), strict=False):
         for label, points in lines.items():
             sizes, ratios = zip(*sorted(points), strict=True)
-            axis.plot(
-                sizes, ratios, style, marker=".", color=COLOURS[label], label=f"{geometry} {label}"
-            )  # fmt: skip
+            text = f"{geometry} {label}"
+            axis.plot(sizes, ratios, style, marker=".", color=COLOURS[label], label=text)
     batches = sorted(
         {batch for lines in geometries.values() for points in lines.values() for batch, _ in points}
     )
