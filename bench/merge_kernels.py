@@ -3,7 +3,7 @@
     python bench/merge_kernels.py OUT.json FIRST.json SECOND.json ...
 
 A case's rows all come from one run, so its ratios do too; a case that two files have is refused. Runs must
-agree in GPU, commit and versions. The bandwidth kept is the first file's.
+agree in GPU, commit and the versions of what both used. The bandwidth kept is the first file's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SAME = ("topic", "gpu", "commit", "versions")
+SAME = ("topic", "gpu", "commit")
 
 
 def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -24,12 +24,15 @@ def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
     """
     first = records[0]
     merged = {**first, "command": "; ".join(record["command"] for record in records)}
-    merged["rows"], merged["skipped"] = [], []
+    merged["rows"], merged["skipped"], merged["versions"] = [], [], {}
     seen: set[str] = set()
     for record in records:
         for name in SAME:
             if record[name] != first[name]:
                 raise ValueError(f"{name} differs: {first[name]} and {record[name]}")
+        for name, version in record["versions"].items():
+            if merged["versions"].setdefault(name, version) != version:
+                raise ValueError(f"versions of {name} differ: {merged['versions'][name]} and {version}")
         cases = {row["case"] for row in record["rows"]}
         if both := sorted(seen & cases):
             raise ValueError(f"timed in two runs: {', '.join(both)}; leave one out with --cases")

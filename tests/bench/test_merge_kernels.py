@@ -35,12 +35,14 @@ def record(case: str, **changes: Any) -> dict[str, Any]:
 def test_rows_of_all_runs_are_kept(script: ModuleType, tmp_path: Path) -> None:
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, case in zip(files, ("one", "two"), strict=True):
-        file.write_text(json.dumps(record(case)), encoding="utf-8")
+        versions = {"torch": "2", case: "1"}
+        file.write_text(json.dumps(record(case, versions=versions)), encoding="utf-8")
     script.main(str(tmp_path / "out.json"), *map(str, files))
     merged = json.loads((tmp_path / "out.json").read_text("utf-8"))
     assert [row["case"] for row in merged["rows"]] == ["one", "two"]
     assert merged["command"] == "one; two"
     assert len(merged["skipped"]) == 1
+    assert merged["versions"] == {"torch": "2", "one": "1", "two": "1"}
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,7 @@ def test_rows_of_all_runs_are_kept(script: ModuleType, tmp_path: Path) -> None:
         (record("one"), "timed in two runs: one"),
         (record("two", commit="d"), "commit differs: c and d"),
         (record("two", gpu="h"), "gpu differs"),
+        (record("two", versions={"torch": "3"}), "versions of torch differ: 2 and 3"),
     ],
 )
 def test_runs_that_do_not_belong_together_are_refused(
