@@ -19,7 +19,11 @@ ENGINES = {
     "trtllm": {"tensorrt_llm"},
 }
 # A third-party package that is at home in one folder only.
-KERNEL_BACKEND_PACKAGES = {"triton_backend": "triton", "flashinfer_backend": "flashinfer"}
+KERNEL_BACKEND_PACKAGES = {
+    "triton_backend": "triton",
+    "cuda_backend": "cuda",
+    "flashinfer_backend": "flashinfer",
+}
 
 CORE, KERNELS, CLI = "replayssm.core", "replayssm.kernels", "replayssm.cli"
 # Never imported from outside, under whatever name.

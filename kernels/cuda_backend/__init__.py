@@ -40,7 +40,7 @@ def refuses(call: StepCall) -> str | None:
     most, longest = (8, 16) if kda else (16, 32)
     refusals = (
         (call.state_dim != KEY_DIM, f"it needs a key dimension of {KEY_DIM}, got {call.state_dim}"),
-        (call.value_dim % 2 != 0, f"it needs an even value dimension, got {call.value_dim}"),
+        (call.value_dim % 8 != 0, f"it needs a value dimension that 8 divides, got {call.value_dim}"),
         (call.tokens > most, f"it takes at most {most} tokens a row, got {call.tokens}"),
         (call.window > longest, f"it takes windows to {longest}, got {call.window}"),
         (call.tree, "it serves chains, not draft trees"),
@@ -193,15 +193,15 @@ def _step(
     params.varlen = index.cu_seqlens is not None
     params.R, params.L, params.T, params.HV = R, window, tokens, HV
     params.pad_slot, params.layer = index.pad_slot_id, layer
-    share = share or cut(rule, V, HV // H, batch * HV)
+    share = share or cut(rule, V, batch * HV)
     config = Config(
         rule, V, HV // H, state.dtype, out.dtype, 4 if tokens <= 4 else 8 if tokens <= 8 else 16,
-        2 if window <= 16 else 4, share.units, share.heads, rand_seed is not None,
+        2 if window <= 16 else 4, share.units, rand_seed is not None,
     )  # fmt: skip
     parts = -(-V // (UNIT * share.units))
     stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
     device = -1 if out.device.index is None else out.device.index
-    program(config, device).launch((HV // share.heads * parts, batch), params, stream)
+    program(config, device).launch((HV * parts, batch), params, stream)
     return out
 
 
@@ -213,10 +213,10 @@ def _rings(params: Params, rings: Sequence[tuple[str, torch.Tensor]]) -> None:
 
 
 def _vector(name: str, tensor: torch.Tensor) -> int:
-    """Bytes that the kernel reads of a tensor at once; keys and queries by 16, values by 2 elements."""
+    """Bytes that the kernel reads or writes of a tensor at once."""
     if tensor.dim() < 4:
         return tensor.element_size()
-    return 16 if name in ("q", "k", "g") else 2 * tensor.element_size()
+    return 2 * tensor.element_size() if name in ("out", "z") else 4 * tensor.element_size() if name == "g" else 16
 
 
 def _address(name: str, tensor: torch.Tensor, vector: int) -> int:
@@ -246,6 +246,6 @@ def _dense(name: str, tensor: torch.Tensor, inner: int) -> torch.Tensor:
         if tensor.shape[-dim] != 1 and tensor.stride(-dim) != stride:
             return tensor.contiguous()
         stride *= tensor.shape[-dim]
-    if name == "g" or _aligned(tensor, _vector(name, tensor)):
+    if _aligned(tensor, _vector(name, tensor)):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -36,6 +36,8 @@ UNIT = 16
 """Value rows of a unit, the piece of a checkpoint that a program works on at a time."""
 KEY_DIM = 128
 WARP = 32
+SHARED_LIMIT = 227 * 1024
+SHARED_RESERVED = 1024
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,6 @@ class Config:
     tokens: int
     records: int
     units: int
-    heads: int
     stochastic: bool
 
     def defines(self) -> list[str]:
@@ -58,27 +59,31 @@ class Config:
         values = {
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
             "STATE": TYPES[self.state_dtype], "ACT": TYPES[self.activation_dtype], "TOKENS": self.tokens,
-            "RECORDS": self.records, "UNITS": self.units, "HEADS": self.heads,
+            "RECORDS": self.records, "UNITS": self.units,
             "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in values.items()]
 
     @property
     def programs(self) -> int:
-        """Programs that a multiprocessor shall hold at a time, which bounds their registers."""
-        wide = self.tokens == 16 or self.records > 2 or self.activation_dtype is torch.float32
-        return 8 if wide or self.rule is Rule.KDA else 12
+        """Programs that a multiprocessor can hold at a time, which bounds their registers."""
+        return min(SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED), 12)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, as the source lays it out."""
-        kda = self.rule is Rule.KDA
+        kda, mamba = self.rule is Rule.KDA, self.rule is Rule.MAMBA2
         unit = UNIT * KEY_DIM * self.state_dtype.itemsize
-        stages = 2 if self.units * self.heads > 1 else 1
+        stages = 2 if self.units > 1 else 1
         matrix, ring = self.tokens**2, 8 * self.records
+        side = ((1 if mamba else 2) * ring + self.tokens) * (UNIT * self.activation_dtype.itemsize + 16)
         sums = (matrix + 15) // 16 * 16 if kda else 2 * matrix
-        rows = ring + max(2 * self.tokens, ring) + 1 if kda else 0
-        return stages * unit + 4 * (sums + 2 * matrix + ring**2 + rows * KEY_DIM)
+        shared = stages * (unit + side) + 4 * (sums + 2 * matrix + (0 if mamba else ring**2))
+        if kda:
+            rows = max(2 * self.tokens, ring)
+            ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
+            shared += 8 * self.tokens * ring + 4 * KEY_DIM * (1 + rows + ring_keys)
+        return shared
 
 
 class Params(ctypes.Structure):

@@ -136,7 +136,8 @@ def ancestry(parents, b, T, BT: tl.constexpr, TREE: tl.constexpr):
         at = tl.load(parents + s, mask=s < T, other=-1).to(tl.int32)
         for _ in range(T):
             found = found | (j[None, :] == at[:, None])
-            at = tl.load(parents + tl.maximum(at, 0), mask=at >= 0, other=-1).to(tl.int32)
+            named = (at >= 0) & (at < T)  # an absent node's parent may be anything
+            at = tl.load(parents + tl.where(named, at, 0), mask=named, other=-1).to(tl.int32)
         return found
     else:
         return j[None, :] <= s[:, None]

@@ -44,6 +44,12 @@ def gate_decay(g, A_log, dt_bias, lower_bound, hv, k, in_k, K,
 
 
 @triton.jit
+def bounded(g):
+    """Log-decays no lower than -200, whose exponential is 0 too; a product with 0 makes NaN of -inf."""
+    return tl.where(g < -200.0, -200.0, g)
+
+
+@triton.jit
 def along_k(x):
     """Sum of `[rows, NK, KI]` over the key dimension, `[rows]`.
 
@@ -76,12 +82,12 @@ def prepare_fold(k_ring, g_ring, beta_ring, start, count, R, K, BK: tl.constexpr
         keys *= tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)[:, None]
     upto = (j[None, :] <= j[:, None]).to(tl.float32)
     if PER_CHANNEL:
-        g_old = tl.load(g_ring + row[:, None] * K + ki[None, :], mask=inside, other=0.0)
+        g_old = bounded(tl.load(g_ring + row[:, None] * K + ki[None, :], mask=inside, other=0.0))
         M = tl.zeros([BL, BL], tl.float32)
         between = tl.zeros([BL, BK], tl.float32)
         for s in range(1, count):
             here = (start + s) % R
-            g_s = tl.load(g_ring + here * K + ki, mask=in_k, other=0.0)
+            g_s = bounded(tl.load(g_ring + here * K + ki, mask=in_k, other=0.0))
             between += tl.where(j < s, 1.0, 0.0)[:, None] * g_s[None, :]
             key = tl.sum(tl.where((j == s)[:, None], keys, 0.0), 0)
             scores = tl.load(beta_ring + here) * tl.sum(keys * tl.exp(between) * key[None, :], 1)
@@ -90,7 +96,7 @@ def prepare_fold(k_ring, g_ring, beta_ring, start, count, R, K, BK: tl.constexpr
         writing = keys * tl.exp(later_sum(g_old, BL))
         total = tl.exp(tl.sum(g_old, 0))
     else:
-        g_old = tl.load(g_ring + row, mask=applied, other=0.0)
+        g_old = bounded(tl.load(g_ring + row, mask=applied, other=0.0))
         after = tl.where(j[:, None] > j[None, :], g_old[:, None], 0.0)
         between = tl.exp(tl.dot(upto, after, input_precision="tf32x3"))
         scores = tl.dot(keys, tl.trans(keys), input_precision="tf32x3")
@@ -208,7 +214,7 @@ def decode(
         ki = tl.arange(0, NK * KI)
         old = past[:, None] & (ki < K)[None, :]
         k_old = tl.load(k_ring + row[:, None] * K + ki[None, :], mask=old, other=0.0).to(tl.float32)
-        g_old = tl.load(g_ring + row[:, None] * K + ki[None, :], mask=old, other=0.0)
+        g_old = bounded(tl.load(g_ring + row[:, None] * K + ki[None, :], mask=old, other=0.0))
         weight = past.to(tl.float32)
         if L2NORM:
             weight *= tl.rsqrt(tl.sum(k_old * k_old, 1) + 1e-6)
@@ -349,13 +355,19 @@ def verify(
         later = tl.load(g_ring + behind[:, None] * K + ki[None, :],
                         mask=(j + 1 < hist)[:, None] & in_k[None, :], other=0.0)  # fmt: skip
         oldest = tl.load(g_ring + start * K + ki, mask=ki < tl.where(hist > 0, K, 0), other=0.0)
+        # Path sums in two terms: their differences are as exact as sums over the tokens between.
         path = tl.zeros([BT, BK], tl.float32)
+        path_low = tl.zeros([BT, BK], tl.float32)
         for s in range(0, count):
             g_s = tl.load(g + b64 * b_g + (first + s) * t_g + hv * K + ki, mask=in_k, other=0.0)
             g_s = gate_decay(g_s.to(tl.float32), A_log, dt_bias, lower_bound, hv, ki, in_k, K,
                              PER_CHANNEL, RAW, HAS_BIAS, BOUNDED)  # fmt: skip
             on_path = tl.sum(tl.where((t == s)[None, :], ancestors.to(tl.float32), 0.0), 1)
-            path += on_path[:, None] * tl.where(in_k, g_s, 0.0)[None, :]
+            added = on_path[:, None] * bounded(tl.where(in_k, g_s, 0.0))[None, :]
+            longer = path + added
+            part = longer - path
+            path_low += (path - (longer - part)) + (added - part)
+            path = longer
             if tile == 0:
                 tl.store(g_ring + ((start + hist + s) % R) * K + ki, g_s, mask=in_k)
         both = tl.reshape(tl.permute(tl.join(path, path), (2, 0, 1)), (2 * BT, BK))
@@ -402,11 +414,14 @@ def verify(
         below = tl.sum(tl.where(here[None, :], ancestors.to(tl.float32), 0.0), 1) > 0.5
         if PER_CHANNEL:
             path_s = tl.sum(tl.where(here[:, None], path, 0.0), 0)
-            key_s = tl.exp(tl.where(below[:, None], path - path_s[None, :], 0.0)) * key[None, :]
+            low_s = tl.sum(tl.where(here[:, None], path_low, 0.0), 0)
+            between = (path - path_s[None, :]) + (path_low - low_s[None, :])
+            key_s = tl.exp(tl.where(below[:, None], between, 0.0)) * key[None, :]
             to_k, to_q = tl.sum(keys * key_s, 1), tl.sum(queries * key_s, 1)
         else:
-            path_s = tl.sum(tl.where(here, path, 0.0), 0)
-            fade_s = tl.exp(tl.where(below, path - path_s, 0.0))
+            # The tokens between: ancestors of t that descend from s.
+            descends = below & (t != s)
+            fade_s = tl.exp(tl.sum(tl.where(ancestors & descends[None, :], g_new[None, :], 0.0), 1))
             to_k = tl.sum(keys * key[None, :], 1) * fade_s
             to_q = tl.sum(queries * key[None, :], 1) * fade_s
         to_k = tl.where(below & (t != s), beta_new * to_k, 0.0)

@@ -243,10 +243,13 @@ def verify(
     for s in range(0, count):
         here = t == s
         below = tl.sum(tl.where(here[None, :], ancestors.to(tl.float32), 0.0), 1) > 0.5
-        path_s, dt_s = tl.sum(tl.where(here, path, 0.0), 0), tl.sum(tl.where(here, dt_new, 0.0), 0)
+        dt_s = tl.sum(tl.where(here, dt_new, 0.0), 0)
+        # The tokens between: ancestors of t that descend from s.
+        descends = below & (t != s)
+        between = tl.sum(tl.where(ancestors & descends[None, :], dt_new[None, :], 0.0), 1)
         B_s = tl.sum(tl.where(here[:, None], B_new, 0.0), 0)
         x_s = tl.sum(tl.where(here[None, :], x_new, 0.0), 1)
-        to = dt_s * tl.sum(C_new * B_s[None, :], 1) * tl.exp(rate * tl.where(below, path - path_s, 0.0))
+        to = dt_s * tl.sum(C_new * B_s[None, :], 1) * tl.exp(rate * between)
         y += x_s[:, None] * tl.where(below, to, 0.0)[None, :]
     if HAS_D:
         y += tl.load(D + head).to(tl.float32) * x_new

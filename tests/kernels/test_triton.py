@@ -12,7 +12,7 @@ import torch
 
 from replayssm import kernels
 from replayssm.kernels import BackendUnavailable, StepIndex
-from tests import support
+from tests import oracle, support
 from tests.support import RULES, Walk, draw, geometry, ints, make_layer, run_step, same_bits
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -187,3 +187,50 @@ def test_what_is_not_dense_is_refused(rule: str) -> None:
     gaps = torch.empty(1, 1, 6, 21)[..., 1:]
     with pytest.raises(BackendUnavailable, match=r"'triton' cannot serve .*: states must be dense within a"):
         run_step(layer, walk.cache, inputs, StepIndex(ints([0])), out=gaps)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_strong_decay_blurs_no_later_weight(rule: str, tree: bool) -> None:
+    """A draft that forgets everything leaves the decays between the drafts behind it their last digits.
+
+    As differences of sums from the history on, they would be off by 190 times fp32's rounding.
+    """
+    layer = make_layer(small(rule), slots=2, window=8, max_draft=8)
+    walk = Walk.of(layer)
+    walk.hand_out(0)
+    inputs = draw(layer, 1, 8, walk.generator)
+    if rule == "mamba2":
+        assert layer.A is not None
+        inputs["dt"] = inputs["dt"] / 5
+        inputs["dt"][:, 0] = -190.3 / layer.A
+    else:
+        inputs["g"] = inputs["g"] / 5
+        inputs["g"][:, 0] = -190.3
+    parents = [-1, 0, 1, 1, 2, 4, 4, 6] if tree else list(range(-1, 7))
+    out = run_step(layer, walk.cache, inputs, StepIndex(ints([0]), parents=ints(parents)[None]))
+    states = {-1: torch.zeros(layer.state.shape[1:], dtype=torch.double)}
+    for node, parent in enumerate(parents):
+        token = support.oracle_token(layer, inputs, 0, node)
+        states[node], want = oracle.TOKEN[rule](states[parent], token)
+        assert (out[0, node] - want).abs().max() <= 2e-6 * want.abs().max()
+
+
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+@pytest.mark.parametrize("g", [-200.0, -1e30, -float("inf")])
+def test_large_decays_underflow_to_zero(rule: str, g: float) -> None:
+    """Log-decays whose exponential underflows, -inf included, forget the past and make no NaN."""
+    for width in (1, 3):
+        layers = [make_layer(small(rule), slots=2, window=3, max_draft=3) for _ in range(2)]
+        outputs = []
+        for layer, backend in zip(layers, ("triton", "torch"), strict=True):
+            walk = Walk.of(layer)
+            walk.hand_out(0, 1)
+            for step in range(5):
+                inputs = draw(layer, 2, width, walk.generator)
+                inputs["g"][step % 2, 0] = g
+                outputs.append(run_step(layer, walk.cache, inputs, StepIndex(ints([0, 1])), backend=backend))
+                walk.cache.commit(ints([0, 1]), ints([width] * 2), ints([width] * 2))
+        for mine, other in zip(outputs[:5], outputs[5:], strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(layers[0].state, layers[1].state, rtol=1e-5, atol=1e-5)

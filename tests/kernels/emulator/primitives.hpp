@@ -60,6 +60,7 @@ DEVICE u16 float_to_bfloat(float x) {
     if (x != x) return 0x7fff;
     return (u16)((y + 0x7fff + (y >> 16 & 1)) >> 16);
 }
+DEVICE float exponential(float x) { return exp2f(x * 1.4426950408889634f); }
 DEVICE u32 high_product(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 
 DEVICE float* post() {
