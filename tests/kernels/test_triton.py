@@ -203,7 +203,7 @@ def test_a_strong_decay_blurs_no_later_weight(rule: str, tree: bool) -> None:
     if rule == "mamba2":
         assert layer.A is not None
         inputs["dt"] = inputs["dt"] / 5
-        inputs["dt"][:, 0] = -190.3 / layer.A
+        inputs["dt"][:, 0], inputs["x"][:, 0] = -190.3 / layer.A, 0.0
     else:
         inputs["g"] = inputs["g"] / 5
         inputs["g"][:, 0] = -190.3
