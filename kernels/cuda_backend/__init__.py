@@ -195,7 +195,7 @@ def _step(
     params.pad_slot, params.layer = index.pad_slot_id, layer
     share = share or cut(rule, V, batch * HV)
     config = Config(
-        rule, V, HV // H, state.dtype, out.dtype, 4 if tokens <= 4 else 8 if tokens <= 8 else 16,
+        rule, V, HV // H, state.dtype, out.dtype, 1 if tokens == 1 else 4 if tokens <= 4 else 8 if tokens <= 8 else 16,
         2 if window <= 16 else 4, share.units, rand_seed is not None,
     )  # fmt: skip
     parts = -(-V // (UNIT * share.units))

@@ -67,18 +67,19 @@ class Config:
     @property
     def programs(self) -> int:
         """Programs that a multiprocessor can hold at a time, which bounds their registers."""
-        return min(SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED), 12)
+        most = 12 if self.tokens <= 4 else 8
+        return min(SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED), most)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, as the source lays it out."""
-        kda, mamba = self.rule is Rule.KDA, self.rule is Rule.MAMBA2
+        kda, mamba, one = self.rule is Rule.KDA, self.rule is Rule.MAMBA2, self.tokens == 1
         unit = UNIT * KEY_DIM * self.state_dtype.itemsize
         stages = 2 if self.units > 1 else 1
         matrix, ring = self.tokens**2, 8 * self.records
-        side = ((1 if mamba else 2) * ring + self.tokens) * (UNIT * self.activation_dtype.itemsize + 16)
+        side = (ring + self.tokens) * UNIT * self.units * self.activation_dtype.itemsize
         sums = (matrix + 15) // 16 * 16 if kda else 2 * matrix
-        shared = stages * (unit + side) + 4 * (sums + 2 * matrix + (0 if mamba else ring**2))
+        shared = stages * unit + side + 4 * ((0 if one else sums + 2 * matrix) + (0 if mamba else ring**2))
         if kda:
             rows = max(2 * self.tokens, ring)
             ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring

@@ -1,14 +1,15 @@
 // One decode or verification step of a recurrent layer: Mamba-2, GDN or KDA. A program is one warp; it
 // serves UNITS units of 16 value rows of one head of one row.
 //
-// A unit's checkpoint and its rows of the ring come by asynchronous copies, a unit ahead. The checkpoint
-// meets all queries and keys of the row's tokens in tensor cores: tf32 products of operands split in two
-// terms, so about 22 bits of each factor count. What the units share (scores against the ring and of tokens
-// against each other, the inverse of the delta rule's triangular system) is worked out once. A row that must
-// flush solves for `u` again from the raw records and folds them while the unit is still in shared memory.
+// A unit's checkpoint comes by asynchronous copies, a unit ahead; the head's part of ring and tokens comes
+// once. One token meets the checkpoint on plain fp32 lanes; all queries and keys of several tokens meet it in
+// tensor cores: tf32 products of operands split in two terms, so about 22 bits of each factor count. What
+// the units share (scores against the ring and of tokens against each other, the inverse of the delta rule's
+// triangular system) is worked out once. A row that must flush solves for `u` again from the raw records and
+// folds them while the unit is still in shared memory.
 //
-// Compile-time: RULE (0 Mamba-2, 1 GDN, 2 KDA), V, STATE and ACT (0 fp32, 1 bf16, 2 fp16), TOKENS (4, 8 or
-// 16, the most a row brings), RECORDS (8-record tiles of the window), UNITS, GROUP (value heads per key head),
+// Compile-time: RULE (0 Mamba-2, 1 GDN, 2 KDA), V, STATE and ACT (0 fp32, 1 bf16, 2 fp16), TOKENS (1, 4, 8
+// or 16, the most a row brings), RECORDS (8-record tiles of the window), UNITS, GROUP (value heads per key head),
 // STOCHASTIC, PROGRAMS (that a multiprocessor shall hold). The key dimension is 128.
 //
 // Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of a unit it holds value rows 2g and 2g + 1, as rows g and
@@ -22,20 +23,22 @@ constexpr int STATE_BYTES = STATE == 0 ? 4 : 2, ACT_BYTES = ACT == 0 ? 4 : 2;
 constexpr int FULL = 16 * UNITS, STAGES = UNITS > 1 ? 2 : 1;
 constexpr bool SHARED_TILE = DELTA && TOKENS == 4;            // keys and queries in one tile of columns
 constexpr int TILES = TOKENS == 16 ? 2 : 1;                   // 8-token tiles
-constexpr int COLUMNS = SHARED_TILE || !DELTA ? TILES : 2 * TILES;
+constexpr bool ONE = TOKENS == 1;                             // fp32 lanes instead of tensor cores
+constexpr int COLUMNS = SHARED_TILE || !DELTA ? TILES : 2 * TILES;  // of queries and keys: tiles, or rows if ONE
 constexpr int PAIRS = DELTA ? TILES : 1;                      // 16-row operands made of column tiles
 constexpr int LR = 8 * RECORDS;
 constexpr int X_TERMS = KDA || ACT == 0 ? 2 : 1, RAW_TERMS = ACT == 0 ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
 
-// Shared memory, in bytes: stages of a unit's checkpoint, then per stage its rows of ring and tokens, then
-// what the units share.
+// Shared memory, in bytes: stages of a unit's checkpoint, then rows of ring and tokens, then what the units
+// share.
 constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
-constexpr int SIDE_ROW = 16 * ACT_BYTES + 16, SIDE_ROWS = (DELTA ? 2 : 1) * LR + TOKENS, SIDE_BYTES = SIDE_ROWS * SIDE_ROW;
+constexpr bool EVEN = V % FULL == 0;
+constexpr int SIDE_ROW = FULL * ACT_BYTES, SIDE_BYTES = (LR + TOKENS) * SIDE_ROW;
 constexpr int MATRIX = TOKENS * TOKENS, SUMS = (MATRIX + 15) / 16 * 16;
 constexpr int AT_SIDE = STAGES * UNIT_BYTES;
-constexpr int AT_SUMS = AT_SIDE + STAGES * SIDE_BYTES;
-constexpr int AT_SOLVE = AT_SUMS + 4 * (KDA ? SUMS : 2 * MATRIX), AT_REPLY = AT_SOLVE + 4 * MATRIX;
-constexpr int AT_FOLD = AT_REPLY + 4 * MATRIX;
+constexpr int AT_SUMS = AT_SIDE + SIDE_BYTES;
+constexpr int AT_SOLVE = AT_SUMS + (ONE ? 0 : 4 * (KDA ? SUMS : 2 * MATRIX)), AT_REPLY = AT_SOLVE + (ONE ? 0 : 4 * MATRIX);
+constexpr int AT_FOLD = AT_REPLY + (ONE ? 0 : 4 * MATRIX);
 constexpr int AT_SCORES = AT_FOLD + (DELTA ? 4 * LR * LR : 0);
 constexpr int AT_TOTAL = AT_SCORES + (KDA ? 8 * TOKENS * LR : 0);
 constexpr int AT_DRAFT = AT_TOTAL + (KDA ? 4 * K : 0);
@@ -232,16 +235,20 @@ DEVICE void widen(const Row& x, float (&f)[4][8]) {
     for (int i = 0; i < 4; i++) widen(x.block[i], f[i]);
 }
 
-// Sum of squares of a row that four lanes hold.
-DEVICE float squares(const float (&x)[4][8]) {
-    float s = 0;
+// Product of two rows that four lanes hold.
+DEVICE float dot(const float (&x)[4][8], const float (&y)[4][8]) {
+    float s[2] = {0, 0};
 #pragma unroll
     for (int block = 0; block < 4; block++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) s += x[block][e] * x[block][e];
-    s += shuffle_xor(s, 1);
-    return s + shuffle_xor(s, 2);
+        for (int e = 0; e < 8; e++) s[e & 1] += x[block][e] * y[block][e];
+    s[0] += s[1];
+    s[0] += shuffle_xor(s[0], 1);
+    return s[0] + shuffle_xor(s[0], 2);
 }
+
+// Sum of squares of a row that four lanes hold.
+DEVICE float squares(const float (&x)[4][8]) { return dot(x, x); }
 
 // Rows of fp32 in shared memory, their 16-byte chunks swizzled by row.
 DEVICE float4& chunk_of(float* rows, int row, int chunk) { return ((float4*)rows)[row * 32 + (chunk ^ (row & 7))]; }
@@ -350,7 +357,7 @@ DEVICE void fetch_unit(unsigned char* stage, const char* from, int rows, int lan
     for (int i = 0; i < UNIT_BYTES / 512; i++) {
         int row = STATE == 0 ? i : 2 * i + (lane >> 4);
         int chunk = STATE == 0 ? lane ^ ((row >> 1) & 1) : (lane & 15) ^ (4 * ((row >> 1) & 1));
-        copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16, row < rows);
+        copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16, EVEN || row < rows);
     }
 }
 
@@ -372,16 +379,20 @@ DEVICE void unit_row(const unsigned char* stage, int row, int g, int c, int bloc
     }
 }
 
-// Rows of 16 activations, one for each record or token, row `j` from `from(j)` on, where `has(j)`.
+// Rows of a head's values of the ring or of tokens lie in groups of 16 values, one for each unit, the groups
+// swizzled by row.
+DEVICE int group_of(int row, int unit) { return UNITS % 4 == 0 ? unit ^ ((row >> 1) & 3) : unit; }
+
 template <int ROWS, typename From, typename Has>
-DEVICE void fetch_rows(unsigned char* side, int lane, bool low_half, bool high_half, From from, Has has) {
-    constexpr int CHUNKS = ACT_BYTES;
+DEVICE void fetch_rows(unsigned char* side, int lane, int values, From from, Has has) {
+    constexpr int CHUNKS = FULL * ACT_BYTES / 16, PER_GROUP = ACT_BYTES;
 #pragma unroll
     for (int i = 0; i < (ROWS * CHUNKS + 31) / 32; i++) {
         int at = 32 * i + lane, j = at / CHUNKS, chunk = at % CHUNKS;
+        int to = group_of(j, chunk / PER_GROUP) * PER_GROUP + chunk % PER_GROUP;
         if (ROWS * CHUNKS % 32 == 0 || j < ROWS)
-            copy_async(side + j * SIDE_ROW + 16 * chunk, from(j) + 16 * chunk,
-                       has(j) && (chunk < CHUNKS / 2 ? low_half : high_half));
+            copy_async(side + j * SIDE_ROW + 16 * to, from(j) + 16 * chunk,
+                       has(j) && (EVEN || chunk * (16 / ACT_BYTES) < values));
     }
 }
 
@@ -461,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     Row raw_x[COLUMNS];
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
-        int t = SHARED_TILE ? g & 3 : 8 * (i % TILES) + g;
+        int t = ONE ? 0 : SHARED_TILE ? g & 3 : 8 * (i % TILES) + g;
         bool query = !DELTA || (SHARED_TILE ? g >= 4 : i >= TILES);
         raw_x[i] = load_row((query ? q_row : k_row) + t * (query ? p.t_q : p.t_k) * ACT_BYTES, t < count, c);
     }
@@ -473,21 +484,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #endif
     const float old_beta = DELTA && flush && is_record ? beta_ring[ring_row(lane)] : 0.f;
 
-    auto issue_side = [&](int unit, int stage) {
-        if (unit >= UNITS) return;
-        unsigned char* const side = shared_memory + AT_SIDE + stage * SIDE_BYTES;
-        const int v = v_part + 16 * unit;
-        const bool low_half = v < V, high_half = v + 8 < V;
-        fetch_rows<LR>(side, lane, low_half, high_half,
-                       [&](int j) { return u_ring + (ring_row(j) * V + v) * ACT_BYTES; }, [&](int j) { return j < hist; });
-        fetch_rows<TOKENS>(side + LR * SIDE_ROW, lane, low_half, high_half,
-                           [&](int t) { return v_row + (t * p.t_v + v) * ACT_BYTES; }, [&](int t) { return t < count; });
-        if (DELTA && flush)
-            fetch_rows<LR>(side + (LR + TOKENS) * SIDE_ROW, lane, low_half, high_half,
-                           [&](int j) { return v_ring + (ring_row(j) * V + v) * ACT_BYTES; }, [&](int j) { return j < hist; });
-    };
-    issue_side(0, 0);
-    if (STAGES > 1 && !single) issue_side(1, 1);
+    unsigned char* const side = shared_memory + AT_SIDE;
+    fetch_rows<LR>(side, lane, V - v_part, [&](int j) { return u_ring + (ring_row(j) * V + v_part) * ACT_BYTES; },
+                   [&](int j) { return j < hist; });
+    fetch_rows<TOKENS>(side + LR * SIDE_ROW, lane, V - v_part,
+                       [&](int t) { return v_row + (t * p.t_v + v_part) * ACT_BYTES; }, [&](int t) { return t < count; });
     copies_commit();
 
     // gates of token `lane`
@@ -518,12 +519,35 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     float* const ring_keys = (float*)(shared_memory + AT_RING);
     float* const fold = (float*)(shared_memory + AT_FOLD);
 #if RULE != 2
-    float pair_d[PAIRS][TILES][4];
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
         widen(raw_x[i], x[i]);
         norm[i] = DELTA && p.l2norm ? rsqrtf(squares(x[i]) + 1e-6f) : 1.f;
     }
+#if TOKENS == 1
+    float own = 0.f;  // the token's query times its key
+    {
+        float drafts[4][8];
+        if (!DELTA) widen(load_row(k_row, true, c), drafts);
+        own = dot(DELTA ? x[0] : drafts, x[COLUMNS - 1]);
+    }
+#pragma unroll
+    for (int r = 0; r < RECORDS; r++) {
+        float keys[4][8];
+        widen(raw_keys[r], keys);
+        if (DELTA && p.l2norm) {
+            float n = shuffle(rsqrtf(squares(keys) + 1e-6f), 4 * (lane & 7));
+            if (lane >> 3 == r) record_norm = n;
+        }
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) {
+            float y = dot(x[i], keys);
+#pragma unroll
+            for (int n = 0; n < 2; n++) ring_b[i][r][n] = shuffle(y, 4 * (2 * c + n));
+        }
+    }
+#else
+    float pair_d[PAIRS][TILES][4];
     constexpr bool TWO = COLUMNS > 1;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
@@ -553,6 +577,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             if (TWO) ring_b[high_tile][r][0] = d[2], ring_b[high_tile][r][1] = d[3];
         }
     }
+#endif
     if (DELTA && flush) {
 #pragma unroll
         for (int pair = 0; pair < RECORDS / 2; pair++) {
@@ -576,11 +601,14 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         float later = shuffle(old_gate, (lane + 1) & 31);
         reach = sum_from(lane == 31 ? 0.f : later, lane);
         total = expf(rate * (shuffle(old_gate, 0) + shuffle(reach, 0)));
-        if (TOKENS > 1) path = sum_to(gate, lane);
+        path = ONE ? gate : sum_to(gate, lane);
     }
     const float weight = DELTA ? record_norm * expf(reach) : old_gate * expf(rate * reach);
 #else
     // decays per channel: the lane holds channels 4 lane .. 4 lane + 3
+#if TOKENS == 1
+    float own;  // the token's query times its key
+#endif
     {
         Four raw[LR], raw_k[TOKENS], raw_q[TOKENS];
         float4 gates[LR];
@@ -661,9 +689,10 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         float z = rsqrtf(scatter_sum(square, lane) + 1e-6f);
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
-            float y = shuffle(z, SHARED_TILE ? g : 8 * i + g);
+            float y = shuffle(z, ONE ? i : SHARED_TILE ? g : 8 * i + g);
             norm[i] = p.l2norm ? y : 1.f;
         }
+#if TOKENS > 1
         if (count == 1) {
             float y = query[0][0] * key[0][0] + query[0][1] * key[0][1] + query[0][2] * key[0][2] + query[0][3] * key[0][3];
 #pragma unroll
@@ -693,20 +722,26 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 }
             }
         }
+#else
+        own = query[0][0] * key[0][0] + query[0][1] * key[0][1] + query[0][2] * key[0][2] + query[0][3] * key[0][3];
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) own += shuffle_xor(own, d);
+#endif
         warp_sync();
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
-            const bool used = (SHARED_TILE ? g & 3 : g) < count;
+            const int column = ONE ? i : 8 * i + g;
+            const bool used = ONE || (SHARED_TILE ? g & 3 : g) < count;
 #pragma unroll
             for (int block = 0; block < 4; block++) {
 #pragma unroll
                 for (int e = 0; e < 8; e++) x[i][block][e] = 0.f;
-                if (used) shared_row(draft_rows, 8 * i + g, c, block, x[i][block]);
+                if (used) shared_row(draft_rows, column, c, block, x[i][block]);
             }
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                for (int n = 0; n < 2; n++) ring_b[i][r][n] = used ? scores[(8 * i + g) * LR + 8 * r + 2 * c + n] : 0.f;
+                for (int n = 0; n < 2; n++) ring_b[i][r][n] = used ? scores[column * LR + 8 * r + 2 * c + n] : 0.f;
         }
         warp_sync();
     }
@@ -726,14 +761,18 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     const float grown = KDA ? 1.f : expf(rate * path);  // of token `lane`
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
-        bool query = SHARED_TILE ? g >= 4 : (!DELTA || i >= TILES);
+        bool query = ONE ? i == COLUMNS - 1 : SHARED_TILE ? g >= 4 : (!DELTA || i >= TILES);
         column_norm[i] = norm[i] * (DELTA && query ? p.scale : 1.f);
         float f = column_norm[i];
-        if (!KDA) f *= shuffle(grown, SHARED_TILE ? g & 3 : 8 * (i % TILES) + g);
+        if (!KDA) f *= shuffle(grown, ONE ? 0 : SHARED_TILE ? g & 3 : 8 * (i % TILES) + g);
 #pragma unroll
-        for (int n = 0; n < 2; n++) column_factor[i][n] = shuffle(f, 4 * (2 * c + n));
+        for (int n = 0; n < 2; n++) column_factor[i][n] = ONE ? f : shuffle(f, 4 * (2 * c + n));
     }
 
+#if TOKENS == 1
+    const float one_beta = shuffle(beta, 0);
+    const float answer = own * (DELTA ? column_norm[0] * column_norm[COLUMNS - 1] : shuffle(gate, 0)) + skip;
+#else
     // tokens upon tokens: the inverse of the triangular system, and what outputs take of its right side, as
     // operands: [token 8 s + g][token 8 j + 2c + n]
     float solve_b[TILES][TILES][2], reply_b[TILES][TILES][2], token_beta[TILES][2];
@@ -851,11 +890,12 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     for (int t = 0; t < TILES; t++)
 #pragma unroll
         for (int n = 0; n < 2; n++) token_beta[t][n] = shuffle(beta, 8 * t + 2 * c + n);
+#endif
 
     // the fold's triangular system, its inverse and its factors
     float fold_factor[RECORDS][2], fold_beta[RECORDS][2];
     if (DELTA && flush) {
-        float own = record_norm;
+        float raw_factor = record_norm;
 #if RULE == 2
         // later[d] is the key of the record d before, decayed to the record at hand
         float later[LR][4], w[4] = {1, 1, 1, 1};
@@ -884,7 +924,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             if (lane < LR && lane <= s) fold[s * LR + s - lane] = z;
         }
 #else
-        own *= expf(sum_to(old_gate, lane));
+        raw_factor *= expf(sum_to(old_gate, lane));
 #endif
         warp_sync();
         float log_decay = 0.f;
@@ -918,7 +958,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int r = 0; r < RECORDS; r++)
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                fold_factor[r][n] = shuffle(own, 8 * r + 2 * c + n);
+                fold_factor[r][n] = shuffle(raw_factor, 8 * r + 2 * c + n);
                 fold_beta[r][n] = shuffle(old_beta, 8 * r + 2 * c + n);
             }
     }
@@ -929,6 +969,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             store4(k_ring + (ring_row(hist + t) * K + 4 * lane) * ACT_BYTES, load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, true));
 
     // where the lane's results go, in bytes after the row's first one
+#if TOKENS == 1
+    const int out_at = (v_part + 2 * g) * ACT_BYTES, ring_at = (ring_row(hist) * V + v_part + 2 * g) * ACT_BYTES;
+#else
     int out_at[TILES][2], ring_at[TILES][2];
     bool keeps[TILES][2], answers[TILES][2];
 #pragma unroll
@@ -941,6 +984,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             out_at[t][n] = (query * (int)p.t_out + v_part + 2 * g) * ACT_BYTES;
             ring_at[t][n] = (ring_row(hist + s) * V + v_part + 2 * g) * ACT_BYTES;
         }
+#endif
 #if STOCHASTIC
     const i64 seed = *p.rand_seed;
 #else
@@ -950,13 +994,28 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll 1
     for (int unit = 0; unit < UNITS; unit++) {
         const int v = v_part + 16 * unit + 2 * g, step = 16 * unit * ACT_BYTES;
-        const bool inside = v < V;
+        const bool inside = EVEN || v < V;
         const int stage = single ? 0 : unit % STAGES;
         const unsigned char* const tile_at = shared_memory + stage * UNIT_BYTES;
-        const unsigned char* const side = shared_memory + AT_SIDE + stage * SIDE_BYTES + 4 * g * (ACT_BYTES / 2);
+        auto side_at = [&](int row) {  // this lane's two values of a row of ring or tokens
+            return side + row * SIDE_ROW + (group_of(row, unit) * 16 + 2 * g) * ACT_BYTES;
+        };
         if (unit == 0 || single) copies_wait<0>();
         else copies_wait<STAGES - 1>();
         warp_sync();
+
+        // what a fold needs besides, on its way early
+        Two kept[RECORDS][2];
+        if (DELTA && flush) {
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const int j = 8 * r + 2 * c + n;
+                    kept[r][n] = round2(0.f, 0.f);
+                    if (inside && j < hist) kept[r][n] = load2(v_ring + (ring_row(j) * V + v) * ACT_BYTES);
+                }
+        }
 
         // checkpoint times columns, and times the history's keys where it is folded
         float acc[COLUMNS][4], acc_low[COLUMNS][4], rest[RECORDS][4], rest_low[RECORDS][4];
@@ -972,6 +1031,15 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             float rows[2][8];
 #pragma unroll
             for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
+#if TOKENS == 1
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+#pragma unroll
+                for (int i = 0; i < COLUMNS; i++) {
+                    acc[i][2 * (e & 1)] += rows[0][e] * x[i][block][e];
+                    acc[i][2 * (e & 1) + 1] += rows[1][e] * x[i][block][e];
+                }
+#else
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]}, h[4], l[4];
@@ -982,13 +1050,16 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     product<S_TERMS, X_TERMS>(acc[n], acc_low[n], h, l, z);
                 }
             }
+#endif
         }
         if (DELTA && flush) {
             Eight ahead[RECORDS];
+            const char* from[RECORDS];  // the first record's where there is none; its column is not taken
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++) from[r] = k_ring + (ring_row(8 * r + g < hist ? 8 * r + g : 0) * K + 8 * c) * ACT_BYTES;
             auto block_keys = [&](int block) {
 #pragma unroll
-                for (int r = 0; r < RECORDS; r++)
-                    ahead[r] = load8(k_ring + (ring_row(8 * r + g) * K + 32 * block + 8 * c) * ACT_BYTES, 8 * r + g < hist);
+                for (int r = 0; r < RECORDS; r++) ahead[r] = load8(from[r] + 32 * block * ACT_BYTES, true);
             };
             if (!KDA) block_keys(0);
 #pragma unroll 1
@@ -1008,7 +1079,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]}, h[4], l[4];
-                    split<S_TERMS, true>(y, h, l);
+                    split<S_TERMS, false>(y, h, l);
 #pragma unroll
                     for (int r = 0; r < RECORDS; r++) {
                         float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
@@ -1023,7 +1094,37 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
         for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-            for (int n = 0; n < 2; n++) widen(load2(side + (8 * r + 2 * c + n) * SIDE_ROW), past[r][n]);
+            for (int n = 0; n < 2; n++) widen(load2(side_at(8 * r + 2 * c + n)), past[r][n]);
+#if TOKENS == 1
+        float y[COLUMNS][2];  // of rows 2g and 2g + 1
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                y[i][e] = (acc[i][e] + acc[i][2 + e]) * total;
+#pragma unroll
+                for (int r = 0; r < RECORDS; r++)
+                    y[i][e] += past[r][0][e] * ring_b[i][r][0] + past[r][1][e] * ring_b[i][r][1];
+                y[i][e] += shuffle_xor(y[i][e], 1);
+                y[i][e] = (y[i][e] + shuffle_xor(y[i][e], 2)) * column_factor[i][0];
+            }
+        const Two fresh = load2(side_at(LR));
+        float value[2];
+        widen(fresh, value);
+        float u[2] = {value[0], value[1]};
+        if (DELTA) u[0] = one_beta * (u[0] - y[0][0]), u[1] = one_beta * (u[1] - y[0][1]);
+        if (inside && c == 0) {
+            float o[2] = {y[COLUMNS - 1][0] + answer * u[0], y[COLUMNS - 1][1] + answer * u[1]};
+            if (!DELTA && p.z_in) {
+                float z[2];
+                widen(load2((const char*)p.z_in + (batch * p.b_z + first * p.t_z + (i64)head * V + v) * ACT_BYTES), z);
+                o[0] *= z[0] * sigmoid(z[0]), o[1] *= z[1] * sigmoid(z[1]);
+            }
+            store2(u_ring + ring_at + step, DELTA ? round2(u[0], u[1]) : fresh);
+            if (DELTA) store2(v_ring + ring_at + step, fresh);
+            store2(out_row + out_at + step, round2(o[0], o[1]));
+        }
+#else
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
@@ -1046,7 +1147,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int s = 8 * t + 2 * c + n;
-                fresh[t][n] = load2(side + (LR + (s < TOKENS ? s : 0)) * SIDE_ROW);
+                fresh[t][n] = load2(side_at(LR + (s < TOKENS ? s : 0)));
                 widen(fresh[t][n], value[t][n]);
             }
             float y[4];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
@@ -1101,6 +1202,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             }
         }
 
+#endif
+
         if (flush) {
             // u of the history from the raw records, with its weights in the fold
             float fh[RECORDS][4], fl[RECORDS][4];
@@ -1112,7 +1215,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                     for (int n = 0; n < 2; n++) {
                         float raw[2];
-                        widen(load2(side + (LR + TOKENS + 8 * r + 2 * c + n) * SIDE_ROW), raw);
+                        widen(kept[r][n], raw);
 #pragma unroll
                         for (int e = 0; e < 2; e++)
                             y[2 * n + e] = fold_beta[r][n] * (raw[e] - fold_factor[r][n] * (rest[r][2 * e + n] + rest_low[r][2 * e + n]));
@@ -1144,14 +1247,20 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             }
             // keys 2c, 2c + 1 of each tile, four elements of a block; a block ahead
             Four ahead[RECORDS][2];
+            const char* from[RECORDS][2];
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    from[r][n] = k_ring + (ring_row(8 * r + 2 * c + n) * K + 4 * g) * ACT_BYTES;
+                    ahead[r][n] = load4(0, false);
+                }
             auto fold_keys = [&](int block) {
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        const int j = 8 * r + 2 * c + n;
-                        ahead[r][n] = load4(k_ring + (ring_row(j) * K + 32 * block + 4 * g) * ACT_BYTES, j < hist);
-                    }
+                    for (int n = 0; n < 2; n++)
+                        if (8 * r + 2 * c + n < hist) ahead[r][n] = load4(from[r][n] + 32 * block * ACT_BYTES, true);
             };
             if (!KDA) fold_keys(0);
 #pragma unroll 1
@@ -1177,14 +1286,13 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) {  // element i of each four
-                    float d[4] = {tile[0][i], tile[0][4 + i], tile[1][i], tile[1][4 + i]}, d_low[4] = {0, 0, 0, 0};
+                    float d[4] = {tile[0][i], tile[0][4 + i], tile[1][i], tile[1][4 + i]};
 #pragma unroll
                     for (int r = 0; r < RECORDS; r++) {
                         float z[2] = {keys[r][0][i], keys[r][1][i]};
-                        product<2, X_TERMS>(d, d_low, fh[r], fl[r], z);
+                        product<2, X_TERMS>(d, d, fh[r], fl[r], z);
                     }
-                    tile[0][i] = d[0] + d_low[0], tile[0][4 + i] = d[1] + d_low[1];
-                    tile[1][i] = d[2] + d_low[2], tile[1][4 + i] = d[3] + d_low[3];
+                    tile[0][i] = d[0], tile[0][4 + i] = d[1], tile[1][i] = d[2], tile[1][4 + i] = d[3];
                 }
                 if (inside)
 #pragma unroll
@@ -1198,7 +1306,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         warp_sync();
         if (STAGES > 1) {
             issue_unit(unit + (single ? 1 : STAGES), stage);
-            issue_side(unit + (single ? 1 : STAGES), stage);
             copies_commit();
         }
     }
