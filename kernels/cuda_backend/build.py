@@ -67,7 +67,7 @@ class Config:
     @property
     def programs(self) -> int:
         """Programs that a multiprocessor can hold at a time, which bounds their registers."""
-        most = 12 if self.tokens <= 4 else 8
+        most = 10 if self.rule is Rule.MAMBA2 and self.tokens <= 4 else 8
         return min(SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED), most)
 
     @property
@@ -77,7 +77,7 @@ class Config:
         unit = UNIT * KEY_DIM * self.state_dtype.itemsize
         stages = 2 if self.units > 1 else 1
         matrix, ring = self.tokens**2, 8 * self.records
-        side = (ring + self.tokens) * UNIT * self.units * self.activation_dtype.itemsize
+        side = (ring + (1 if mamba else 2) * self.tokens) * UNIT * self.units * self.activation_dtype.itemsize
         sums = (matrix + 15) // 16 * 16 if kda else 2 * matrix
         shared = stages * unit + side + 4 * ((0 if one else sums + 2 * matrix) + (0 if mamba else ring**2))
         if kda:

@@ -33,7 +33,7 @@ constexpr int X_TERMS = KDA || ACT == 0 ? 2 : 1, RAW_TERMS = ACT == 0 ? 2 : 1, S
 // share.
 constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
 constexpr bool EVEN = V % FULL == 0;
-constexpr int SIDE_ROW = FULL * ACT_BYTES, SIDE_BYTES = (LR + TOKENS) * SIDE_ROW;
+constexpr int SIDE_ROW = FULL * ACT_BYTES, SIDE_BYTES = (LR + (DELTA ? 2 : 1) * TOKENS) * SIDE_ROW;
 constexpr int MATRIX = TOKENS * TOKENS, SUMS = (MATRIX + 15) / 16 * 16;
 constexpr int AT_SIDE = STAGES * UNIT_BYTES;
 constexpr int AT_SUMS = AT_SIDE + SIDE_BYTES;
@@ -326,38 +326,25 @@ DEVICE Random philox(i64 seed, u32 c0, u32 c1, u32 c2) {
     return {c0, c1, c2, c3};
 }
 
-// 8 state values from element `at` of the slot on.
-DEVICE void store_state(char* to, const float (&x)[8], i64 seed, u32 at, u32 slot, u32 layer) {
-    if (STATE == 0) {
-        ((float4*)to)[0] = make_float4(x[0], x[1], x[2], x[3]);
-        ((float4*)to)[1] = make_float4(x[4], x[5], x[6], x[7]);
-        return;
-    }
-    u16 y[8];
-#if STOCHASTIC
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        Random random = philox(seed, at / 4 + half, slot, layer);
-#pragma unroll
-        for (int i = 0; i < 4; i++) y[4 * half + i] = stochastic_half(x[4 * half + i], random.w[i]);
-    }
-#else
-#pragma unroll
-    for (int i = 0; i < 8; i++) y[i] = narrow(x[i], STATE);
-#endif
-    *(uint4*)to = make_uint4(y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16, y[4] | (u32)y[5] << 16,
-                             y[6] | (u32)y[7] << 16);
+// To fp16, up or down by chance as 13 bits of `word` say; the scheme is that of the torch backend's rounding.
+DEVICE u16 stochastic_half(float x, u32 word) {
+    const u32 sign = bits(x) >> 16 & 0x8000u, m = bits(x) & 0x7fffffffu, r = word & 8191u;
+    u32 h = m < 0x38800000u ? ((u32)(real(m) * 137438953472.f) + r) >> 13 : ((m + r) >> 13) - (112u << 10);
+    if (h > 0x7bffu) h = 0x7bffu;
+    if (m == 0x7f800000u) h = 0x7c00u;
+    if (m > 0x7f800000u) h = 0x7e00u;
+    return (u16)(sign | h);
 }
 
 // ---- the checkpoint's units ----
 
 // 16-byte chunks are swizzled so that operands are read without bank conflicts.
-DEVICE void fetch_unit(unsigned char* stage, const char* from, int rows, int lane) {
+DEVICE void fetch_unit(unsigned char* stage, const char* from, int rows, int lane, Policy policy) {
 #pragma unroll
     for (int i = 0; i < UNIT_BYTES / 512; i++) {
         int row = STATE == 0 ? i : 2 * i + (lane >> 4);
         int chunk = STATE == 0 ? lane ^ ((row >> 1) & 1) : (lane & 15) ^ (4 * ((row >> 1) & 1));
-        copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16, EVEN || row < rows);
+        copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16, EVEN || row < rows, policy);
     }
 }
 
@@ -379,6 +366,41 @@ DEVICE void unit_row(const unsigned char* stage, int row, int g, int c, int bloc
     }
 }
 
+// This lane's 8 elements of a block of a unit's row, element `at` of the slot the first, as they are stored.
+DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, const float (&x)[8], i64 seed, u32 at,
+                     u32 slot, u32 layer) {
+    unsigned char* const to = stage + row * (K * STATE_BYTES);
+    if (STATE == 0) {
+        *(float4*)(to + 16 * ((8 * block + 2 * c) ^ (g & 1))) = make_float4(x[0], x[1], x[2], x[3]);
+        *(float4*)(to + 16 * ((8 * block + 2 * c + 1) ^ (g & 1))) = make_float4(x[4], x[5], x[6], x[7]);
+        return;
+    }
+    u16 y[8];
+#if STOCHASTIC
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        Random random = philox(seed, at / 4 + half, slot, layer);
+#pragma unroll
+        for (int i = 0; i < 4; i++) y[4 * half + i] = stochastic_half(x[4 * half + i], random.w[i]);
+    }
+#else
+#pragma unroll
+    for (int i = 0; i < 8; i++) y[i] = narrow(x[i], STATE);
+#endif
+    *(uint4*)(to + 16 * ((4 * block + c) ^ (4 * (g & 1)))) =
+        make_uint4(y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16, y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
+}
+
+// A unit's rows from shared memory to the checkpoint.
+DEVICE void store_unit(const unsigned char* stage, char* to, int rows, int lane) {
+#pragma unroll
+    for (int i = 0; i < UNIT_BYTES / 512; i++) {
+        int row = STATE == 0 ? i : 2 * i + (lane >> 4);
+        int chunk = STATE == 0 ? lane ^ ((row >> 1) & 1) : (lane & 15) ^ (4 * ((row >> 1) & 1));
+        if (EVEN || row < rows) *(uint4*)(to + i * 512 + lane * 16) = *(const uint4*)(stage + row * (K * STATE_BYTES) + chunk * 16);
+    }
+}
+
 // Rows of a head's values of the ring or of tokens lie in groups of 16 values, one for each unit, the groups
 // swizzled by row.
 DEVICE int group_of(int row, int unit) { return UNITS % 4 == 0 ? unit ^ ((row >> 1) & 3) : unit; }
@@ -393,6 +415,16 @@ DEVICE void fetch_rows(unsigned char* side, int lane, int values, From from, Has
         if (ROWS * CHUNKS % 32 == 0 || j < ROWS)
             copy_async(side + j * SIDE_ROW + 16 * to, from(j) + 16 * chunk,
                        has(j) && (EVEN || chunk * (16 / ACT_BYTES) < values));
+    }
+}
+
+// Such rows to where `to(j)` says.
+template <typename To>
+DEVICE void copy_rows(const unsigned char* side, int lane, int rows, int values, To to) {
+    constexpr int CHUNKS = FULL * ACT_BYTES / 16, PER_GROUP = ACT_BYTES;
+    for (int at = lane; at < rows * CHUNKS; at += 32) {
+        int j = at / CHUNKS, chunk = at % CHUNKS, from = group_of(j, chunk / PER_GROUP) * PER_GROUP + chunk % PER_GROUP;
+        if (EVEN || chunk * (16 / ACT_BYTES) < values) *(uint4*)(to(j) + 16 * chunk) = *(const uint4*)(side + j * SIDE_ROW + 16 * from);
     }
 }
 
@@ -437,9 +469,10 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 
     // the first units are on their way before anything else
     char* const head_state = (char*)p.state + (slot * p.s_state + (i64)head * V * K) * STATE_BYTES;
+    const Policy once = read_once();
     auto issue_unit = [&](int unit, int stage) {
         int v = v_part + 16 * unit;
-        if (unit < UNITS) fetch_unit(shared_memory + stage * UNIT_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v, lane);
+        if (unit < UNITS) fetch_unit(shared_memory + stage * UNIT_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v, lane, once);
     };
     issue_unit(0, 0);
     const bool flush = hist + count > p.L, is_record = lane < hist, is_token = lane < count;
@@ -477,6 +510,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         raw_x[i] = load_row((query ? q_row : k_row) + t * (query ? p.t_q : p.t_k) * ACT_BYTES, t < count, c);
     }
     old_gate = is_record ? g_ring[ring_row(lane)] : 0.f;
+#if RULE == 0 && TOKENS == 1
+    const Row raw_draft = load_row(k_row, true, c);
+#elif TOKENS == 1
+    const Row raw_draft = raw_x[0];
+#endif
     Row raw_keys[RECORDS];
 #pragma unroll
     for (int r = 0; r < RECORDS; r++)
@@ -528,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     float own = 0.f;  // the token's query times its key
     {
         float drafts[4][8];
-        if (!DELTA) widen(load_row(k_row, true, c), drafts);
+        if (!DELTA) widen(raw_draft, drafts);
         own = dot(DELTA ? x[0] : drafts, x[COLUMNS - 1]);
     }
 #pragma unroll
@@ -968,12 +1006,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int t = 0; t < count; t++)
             store4(k_ring + (ring_row(hist + t) * K + 4 * lane) * ACT_BYTES, load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, true));
 
-    // where the lane's results go, in bytes after the row's first one
-#if TOKENS == 1
-    const int out_at = (v_part + 2 * g) * ACT_BYTES, ring_at = (ring_row(hist) * V + v_part + 2 * g) * ACT_BYTES;
-#else
-    int out_at[TILES][2], ring_at[TILES][2];
-    bool keeps[TILES][2], answers[TILES][2];
+#if TOKENS > 1
+    bool keeps[TILES][2], answers[TILES][2];  // which records and outputs the lane has
 #pragma unroll
     for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -981,8 +1015,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             const int s = 8 * t + 2 * c + n, query = SHARED_TILE ? s - 4 : s;
             keeps[t][n] = s < count && s < TOKENS;
             answers[t][n] = query >= 0 && query < written && query < TOKENS;
-            out_at[t][n] = (query * (int)p.t_out + v_part + 2 * g) * ACT_BYTES;
-            ring_at[t][n] = (ring_row(hist + s) * V + v_part + 2 * g) * ACT_BYTES;
         }
 #endif
 #if STOCHASTIC
@@ -993,16 +1025,21 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 
 #pragma unroll 1
     for (int unit = 0; unit < UNITS; unit++) {
-        const int v = v_part + 16 * unit + 2 * g, step = 16 * unit * ACT_BYTES;
+        const int v = v_part + 16 * unit + 2 * g;
         const bool inside = EVEN || v < V;
         const int stage = single ? 0 : unit % STAGES;
-        const unsigned char* const tile_at = shared_memory + stage * UNIT_BYTES;
-        auto side_at = [&](int row) {  // this lane's two values of a row of ring or tokens
-            return side + row * SIDE_ROW + (group_of(row, unit) * 16 + 2 * g) * ACT_BYTES;
+        unsigned char* const tile_at = shared_memory + stage * UNIT_BYTES;
+        auto side_at = [&](int row, int first_row = 0) {  // this lane's two values of a row of ring or tokens
+            return side + (first_row + row) * SIDE_ROW + (group_of(row, unit) * 16 + 2 * g) * ACT_BYTES;
         };
         if (unit == 0 || single) copies_wait<0>();
         else copies_wait<STAGES - 1>();
         warp_sync();
+        if (unit == 0) {
+            copy_rows(side + LR * SIDE_ROW, lane, count, V - v_part,
+                      [&](int t) { return (DELTA ? v_ring : u_ring) + (ring_row(hist + t) * V + v_part) * ACT_BYTES; });
+            warp_sync();
+        }
 
         // what a fold needs besides, on its way early
         Two kept[RECORDS][2];
@@ -1062,7 +1099,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 for (int r = 0; r < RECORDS; r++) ahead[r] = load8(from[r] + 32 * block * ACT_BYTES, true);
             };
             if (!KDA) block_keys(0);
-#pragma unroll 1
+#pragma unroll 2
             for (int block = 0; block < 4; block++) {
                 float keys[RECORDS][8], rows[2][8];
 #pragma unroll
@@ -1108,21 +1145,21 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 y[i][e] += shuffle_xor(y[i][e], 1);
                 y[i][e] = (y[i][e] + shuffle_xor(y[i][e], 2)) * column_factor[i][0];
             }
-        const Two fresh = load2(side_at(LR));
+        const Two fresh = load2(side_at(0, LR));
         float value[2];
         widen(fresh, value);
         float u[2] = {value[0], value[1]};
         if (DELTA) u[0] = one_beta * (u[0] - y[0][0]), u[1] = one_beta * (u[1] - y[0][1]);
-        if (inside && c == 0) {
+        warp_sync();  // the token's values are read, its outputs take their place
+        if (c == 0) {
             float o[2] = {y[COLUMNS - 1][0] + answer * u[0], y[COLUMNS - 1][1] + answer * u[1]};
-            if (!DELTA && p.z_in) {
+            if (!DELTA && p.z_in && inside) {
                 float z[2];
                 widen(load2((const char*)p.z_in + (batch * p.b_z + first * p.t_z + (i64)head * V + v) * ACT_BYTES), z);
                 o[0] *= z[0] * sigmoid(z[0]), o[1] *= z[1] * sigmoid(z[1]);
             }
-            store2(u_ring + ring_at + step, DELTA ? round2(u[0], u[1]) : fresh);
-            if (DELTA) store2(v_ring + ring_at + step, fresh);
-            store2(out_row + out_at + step, round2(o[0], o[1]));
+            if (DELTA) store2(side_at(0, LR + TOKENS), round2(u[0], u[1]));
+            store2(side_at(0, LR), round2(o[0], o[1]));
         }
 #else
 #pragma unroll
@@ -1147,7 +1184,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int s = 8 * t + 2 * c + n;
-                fresh[t][n] = load2(side_at(LR + (s < TOKENS ? s : 0)));
+                fresh[t][n] = load2(side_at(s < TOKENS ? s : 0, LR));
                 widen(fresh[t][n], value[t][n]);
             }
             float y[4];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
@@ -1159,13 +1196,14 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             }
             split<2, false>(y, h[t], l[t]);
         }
+        warp_sync();  // the tokens' values are read, outputs take their place
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-            constexpr bool ONE = SHARED_TILE || !DELTA;
+            constexpr bool JOINT = SHARED_TILE || !DELTA;  // outputs lie in the columns of the tokens' tile
             float o[4], o_low[4], u[4], u_low[4];
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                o[e] = SHARED_TILE && c < 2 ? 0.f : acc[ONE ? t : TILES + t][e];
+                o[e] = SHARED_TILE && c < 2 ? 0.f : acc[JOINT ? t : TILES + t][e];
                 u[e] = o_low[e] = u_low[e] = 0.f;
             }
 #pragma unroll
@@ -1177,31 +1215,25 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             for (int e = 0; e < 4; e++) o[e] += o_low[e], u[e] += u_low[e];
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                if (inside && keeps[t][n]) {
-                    if (DELTA) {
-                        store2(u_ring + ring_at[t][n] + step, SHARED_TILE ? round2(o[n], o[2 + n]) : round2(u[n], u[2 + n]));
-                        store2(v_ring + ring_at[t][n] + step, fresh[t][n]);
-                    } else {
-                        store2(u_ring + ring_at[t][n] + step, fresh[t][n]);
-                    }
-                }
-                if (inside && answers[t][n]) {
+                const int s = 8 * t + 2 * c + n;
+                if (DELTA && keeps[t][n]) store2(side_at(s, LR + TOKENS), SHARED_TILE ? round2(o[n], o[2 + n]) : round2(u[n], u[2 + n]));
+                const int query = SHARED_TILE ? s - 4 : s;
+                if (answers[t][n]) {
                     float y[2] = {o[n], o[2 + n]};
                     if (!DELTA) {
                         y[0] += skip * value[t][n][0], y[1] += skip * value[t][n][1];
-                        if (p.z_in && keeps[t][n]) {
-                            const i64 at = batch * p.b_z + (first + 8 * t + 2 * c + n) * p.t_z + (i64)head * V + v;
+                        if (p.z_in && keeps[t][n] && inside) {
+                            const i64 at = batch * p.b_z + (first + s) * p.t_z + (i64)head * V + v;
                             float z[2];
                             widen(load2((const char*)p.z_in + at * ACT_BYTES), z);
                             y[0] *= z[0] * sigmoid(z[0]), y[1] *= z[1] * sigmoid(z[1]);
                         }
                     }
-                    if ((SHARED_TILE ? 8 * t + 2 * c + n - 4 : 8 * t + 2 * c + n) >= count) y[0] = y[1] = 0.f;
-                    store2(out_row + out_at[t][n] + step, round2(y[0], y[1]));
+                    if (query >= count) y[0] = y[1] = 0.f;
+                    store2(side_at(query, LR), round2(y[0], y[1]));
                 }
             }
         }
-
 #endif
 
         if (flush) {
@@ -1263,7 +1295,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         if (8 * r + 2 * c + n < hist) ahead[r][n] = load4(from[r][n] + 32 * block * ACT_BYTES, true);
             };
             if (!KDA) fold_keys(0);
-#pragma unroll 1
+#pragma unroll 2
             for (int block = 0; block < 4; block++) {
                 float tile[2][8], keys[RECORDS][2][4];  // [row 2g + r][element]
 #pragma unroll
@@ -1294,14 +1326,13 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     }
                     tile[0][i] = d[0], tile[0][4 + i] = d[1], tile[1][i] = d[2], tile[1][4 + i] = d[3];
                 }
-                if (inside)
 #pragma unroll
-                    for (int r = 0; r < 2; r++) {
-                        const i64 at = (i64)(v + r) * K + 32 * block + 8 * c;
-                        store_state(head_state + at * STATE_BYTES, tile[r], seed, (u32)((i64)head * V * K + at), (u32)slot,
-                                    (u32)p.layer);
-                    }
+                for (int r = 0; r < 2; r++)
+                    keep_row(tile_at, 2 * g + r, g, c, block, tile[r], seed, (u32)((head * V + v + r) * K + 32 * block + 8 * c),
+                             (u32)slot, (u32)p.layer);
             }
+            warp_sync();
+            store_unit(tile_at, head_state + (i64)(v - 2 * g) * (K * STATE_BYTES), V - v + 2 * g, lane);
         }
         warp_sync();
         if (STAGES > 1) {
@@ -1309,4 +1340,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             copies_commit();
         }
     }
+    copy_rows(side + LR * SIDE_ROW, lane, written, V - v_part,
+              [&](int t) { return out_row + (t * p.t_out + v_part) * ACT_BYTES; });
+    if (DELTA) copy_rows(side + (LR + TOKENS) * SIDE_ROW, lane, count, V - v_part,
+                         [&](int t) { return u_ring + (ring_row(hist + t) * V + v_part) * ACT_BYTES; });
 }
