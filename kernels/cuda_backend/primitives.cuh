@@ -54,23 +54,10 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
         : "r"(bits(a[0])), "r"(bits(a[1])), "r"(bits(a[2])), "r"(bits(a[3])), "r"(bits(b[0])), "r"(bits(b[1])));
 }
 
-// 16 bytes to shared memory without registers; zeros where `inside` is false. A policy tells the L2 cache not
-// to keep what is read once.
-typedef u64 Policy;
-DEVICE Policy read_once() {
-    Policy policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
+// 16 bytes to shared memory without registers; zeros where `inside` is false.
 DEVICE void copy_async(void* shared, const void* global, bool inside) {
     u32 to = (u32)__cvta_generic_to_shared(shared);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(inside ? 16 : 0)
-                 : "memory");
-}
-DEVICE void copy_async(void* shared, const void* global, bool inside, Policy policy) {
-    u32 to = (u32)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(global),
-                 "r"(inside ? 16 : 0), "l"(policy)
                  : "memory");
 }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

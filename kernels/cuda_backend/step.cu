@@ -339,12 +339,12 @@ DEVICE u16 stochastic_half(float x, u32 word) {
 // ---- the checkpoint's units ----
 
 // 16-byte chunks are swizzled so that operands are read without bank conflicts.
-DEVICE void fetch_unit(unsigned char* stage, const char* from, int rows, int lane, Policy policy) {
+DEVICE void fetch_unit(unsigned char* stage, const char* from, int rows, int lane) {
 #pragma unroll
     for (int i = 0; i < UNIT_BYTES / 512; i++) {
         int row = STATE == 0 ? i : 2 * i + (lane >> 4);
         int chunk = STATE == 0 ? lane ^ ((row >> 1) & 1) : (lane & 15) ^ (4 * ((row >> 1) & 1));
-        copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16, EVEN || row < rows, policy);
+        copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16, EVEN || row < rows);
     }
 }
 
@@ -469,10 +469,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 
     // the first units are on their way before anything else
     char* const head_state = (char*)p.state + (slot * p.s_state + (i64)head * V * K) * STATE_BYTES;
-    const Policy once = read_once();
     auto issue_unit = [&](int unit, int stage) {
         int v = v_part + 16 * unit;
-        if (unit < UNITS) fetch_unit(shared_memory + stage * UNIT_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v, lane, once);
+        if (unit < UNITS) fetch_unit(shared_memory + stage * UNIT_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v, lane);
     };
     issue_unit(0, 0);
     const bool flush = hist + count > p.L, is_record = lane < hist, is_token = lane < count;

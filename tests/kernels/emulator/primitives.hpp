@@ -96,9 +96,6 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
 DEVICE void copy_async(void* to, const void* from, bool inside) {
     warp::lanes[warp::at].groups.back().push_back({to, from, inside});
 }
-typedef int Policy;
-DEVICE Policy read_once() { return 0; }
-DEVICE void copy_async(void* to, const void* from, bool inside, Policy) { copy_async(to, from, inside); }
 DEVICE void copies_commit() { warp::lanes[warp::at].groups.emplace_back(); }
 template <int LEFT>
 DEVICE void copies_wait() {
