@@ -80,7 +80,7 @@ class ReplayConfig(BaseModel):
     window: Count = 16
     max_draft: Count | None = None
     precision: Annotated[Precision, BeforeValidator(parse_precision)] = Precision()
-    backend: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
+    backend: Literal["auto", "torch", "triton", "cuda", "flashinfer"] = "auto"
 
     def __init__(self, **settings: Any) -> None:
         """Check the settings.

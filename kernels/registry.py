@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 BACKENDS: dict[str, str] = {
     "torch": "replayssm.kernels.torch_backend",
     "triton": "replayssm.kernels.triton_backend",
+    "cuda": "replayssm.kernels.cuda_backend",
     "flashinfer": "replayssm.kernels.flashinfer_backend",
 }
-PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("triton", "torch")}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton", "torch")}
 """What `auto` tries on a kind of device, in this order; on any other device the torch backend."""
 NAMES = ("auto", "torch", "triton", "cuda", "flashinfer")
 STAND_IN = "triton"

@@ -191,9 +191,9 @@ def _step(
             setattr(params, wide, tensor.dtype is torch.int64)
     params.rand_seed = None if rand_seed is None else rand_seed.data_ptr()
     params.varlen = index.cu_seqlens is not None
-    params.R, params.L, params.T, params.HV = R, window, tokens, HV
+    params.R, params.L, params.T, params.B = R, window, tokens, batch
     params.pad_slot, params.layer = index.pad_slot_id, layer
-    share = share or cut(rule, V, batch * HV)
+    share = share or cut(V, batch * HV)
     config = Config(
         rule, V, HV // H, state.dtype, out.dtype, 1 if tokens == 1 else 4 if tokens <= 4 else 8 if tokens <= 8 else 16,
         2 if window <= 16 else 4, share.units, rand_seed is not None,

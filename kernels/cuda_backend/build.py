@@ -79,7 +79,8 @@ class Config:
         matrix, ring = self.tokens**2, 8 * self.records
         side = (ring + (1 if mamba else 2) * self.tokens) * UNIT * self.units * self.activation_dtype.itemsize
         sums = (matrix + 15) // 16 * 16 if kda else 2 * matrix
-        shared = stages * unit + side + 4 * ((0 if one else sums + 2 * matrix) + (0 if mamba else ring**2))
+        keys = 0 if kda else ring * KEY_DIM * self.activation_dtype.itemsize
+        shared = stages * unit + side + keys + 4 * ((0 if one else sums + 2 * matrix) + (0 if mamba else ring**2))
         if kda:
             rows = max(2 * self.tokens, ring)
             ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
@@ -101,7 +102,7 @@ class Params(ctypes.Structure):
             "b_out", "t_out",
         )]
         + [(name, ctypes.c_int) for name in (
-            "R", "L", "T", "HV", "pad_slot", "layer", "wide_state", "wide_ring", "wide_lens", "varlen",
+            "R", "L", "T", "B", "pad_slot", "layer", "wide_state", "wide_ring", "wide_lens", "varlen",
             "g_type", "beta_type", "A_type", "D_type", "bias_type", "l2norm", "softplus", "bounded",
         )]
         + [("scale", ctypes.c_float), ("bound", ctypes.c_float)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replayssm.core.geometry import Rule
 from replayssm.kernels.cuda_backend.build import UNIT
 
 
@@ -19,12 +18,17 @@ class Cut:
     units: int
 
 
-def cut(rule: Rule, value_dim: int, heads: int) -> Cut:
+SMALL, LARGE = 1000, 8000
+"""Programs that fill a large GPU once, and so often that what a head's units share should be done once."""
+
+
+def cut(value_dim: int, heads: int) -> Cut:
     """The cut of a step over `heads` heads of all its rows.
 
-    Small steps are cut small, for latency; large ones so that what a head's units share is worked out once.
+    Small steps are cut small, for latency, large ones into whole heads.
     """
     whole = -(-value_dim // UNIT)
-    if heads * whole <= 4096:
-        return Cut(min(whole, 2))
-    return Cut(whole)
+    if heads >= LARGE:
+        return Cut(whole)
+    parts = next((n for n in (2, 4) if heads * min(n, whole) >= SMALL), whole)
+    return Cut(-(-whole // min(parts, whole)))

@@ -43,6 +43,9 @@ DEVICE u32 high_product(u32 a, u32 b) { return __umulhi(a, b); }
 
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE u32 votes(bool x) { return __ballot_sync(0xffffffffu, x); }
+DEVICE int bit_count(u32 x) { return __popc(x); }
+DEVICE int first_bit(u32 x) { return __ffs(x) - 1; }
 DEVICE void warp_sync() { __syncwarp(); }
 
 // d += a @ b of tf32 operands: a 16 x 8, b 8 x 8, in the layout of the instruction. The low 13 bits of an

@@ -36,7 +36,8 @@ constexpr bool EVEN = V % FULL == 0;
 constexpr int SIDE_ROW = FULL * ACT_BYTES, SIDE_BYTES = (LR + (DELTA ? 2 : 1) * TOKENS) * SIDE_ROW;
 constexpr int MATRIX = TOKENS * TOKENS, SUMS = (MATRIX + 15) / 16 * 16;
 constexpr int AT_SIDE = STAGES * UNIT_BYTES;
-constexpr int AT_SUMS = AT_SIDE + SIDE_BYTES;
+constexpr int AT_KEYS = AT_SIDE + SIDE_BYTES, KEY_ROW = K * ACT_BYTES;  // of the history, for a flush
+constexpr int AT_SUMS = AT_KEYS + (KDA ? 0 : LR * KEY_ROW);
 constexpr int AT_SOLVE = AT_SUMS + (ONE ? 0 : 4 * (KDA ? SUMS : 2 * MATRIX)), AT_REPLY = AT_SOLVE + (ONE ? 0 : 4 * MATRIX);
 constexpr int AT_FOLD = AT_REPLY + (ONE ? 0 : 4 * MATRIX);
 constexpr int AT_SCORES = AT_FOLD + (DELTA ? 4 * LR * LR : 0);
@@ -58,7 +59,7 @@ struct Params {
     const i64* rand_seed;
     i64 s_state, s_u, h_u, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta;
     i64 b_q, t_q, b_k, t_k, b_v, t_v, b_g, t_g, b_beta, t_beta, b_z, t_z, b_out, t_out;
-    int R, L, T, HV, pad_slot, layer;
+    int R, L, T, B, pad_slot, layer;
     int wide_state, wide_ring, wide_lens, varlen;             // int64 indices; lens are cu_seqlens
     int g_type, beta_type, A_type, D_type, bias_type;         // as ACT
     int l2norm, softplus, bounded;
@@ -418,6 +419,11 @@ DEVICE void fetch_rows(unsigned char* side, int lane, int values, From from, Has
     }
 }
 
+// The history's keys as they are stored, chunks swizzled for both ways of reading them.
+DEVICE unsigned char* key_chunk(unsigned char* keys, int row, int chunk) {
+    return keys + row * KEY_ROW + 16 * (chunk ^ (4 * (row & 1)) ^ ((row >> 1) & 3));
+}
+
 // Such rows to where `to(j)` says.
 template <typename To>
 DEVICE void copy_rows(const unsigned char* side, int lane, int rows, int values, To to) {
@@ -434,29 +440,77 @@ DEVICE int pair_at(int s, int j, bool query) {
     return s == j ? first : first + 1 + 2 * (s - j - 1) + query;
 }
 
+struct Where {  // of a row: its slots, its tokens' place among packed ones and number, its cursors
+    i64 slot, ring, first;
+    int count, start, hist;
+};
+
+DEVICE i64 index_at(const void* p, int at, int wide) { return wide ? ((const i64*)p)[at] : ((const int*)p)[at]; }
+
+DEVICE Where locate(const Params& p, int b) {
+    Where x;
+    x.slot = p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
+    x.ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : x.slot;
+    const bool live = x.slot >= 0 && x.ring >= 0 && !(p.state_indices && x.slot == p.pad_slot);
+    x.start = live ? p.ring_start[x.ring] : 0;
+    x.hist = live ? p.hist_len[x.ring] : 0;
+    x.first = 0;
+    i64 n = p.T;
+    if (p.lens) {
+        n = index_at(p.lens, b, p.wide_lens);
+        if (p.varlen) x.first = n, n = index_at(p.lens, b + 1, p.wide_lens) - n;
+    }
+    x.count = !live || n < 0 ? 0 : n < p.T ? (int)n : p.T;
+    return x;
+}
+
+// The row that this program serves. Rows that flush take several times as long as others, so they are spread
+// over the first three quarters of the grid, whichever they are; what a row computes does not depend on it.
+DEVICE int row_in_turn(const Params& p, int lane) {
+    const int turn = grid_y();
+    if (p.B < 8 || p.B > 256) return turn;
+    u32 masks[8];
+    int flushes = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        masks[i] = 0;
+        if (32 * i < p.B) {
+            bool flush = false;
+            if (32 * i + lane < p.B) {
+                const Where x = locate(p, 32 * i + lane);
+                flush = x.hist + x.count > p.L;
+            }
+            masks[i] = votes(flush);
+            flushes += bit_count(masks[i]);
+        }
+    }
+    if (flushes == 0) return turn;
+    const int stride = 3 * p.B / (4 * flushes) > 1 ? 3 * p.B / (4 * flushes) : 1;
+    const bool flush = turn % stride == 0 && turn / stride < flushes;
+    const int before = (turn + stride - 1) / stride < flushes ? (turn + stride - 1) / stride : flushes;
+    int rank = flush ? turn / stride : turn - before, row = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int rows = p.B - 32 * i;
+        if (rows > 0) {
+            const u32 all = rows >= 32 ? 0xffffffffu : (1u << rows) - 1, mask = flush ? masks[i] : ~masks[i] & all;
+            const int n = bit_count(mask);
+            if (rank >= 0 && rank < n) row = 32 * i + first_bit(votes(mask >> lane & 1 && bit_count(mask & ((1u << lane) - 1)) == rank));
+            rank -= n;
+        }
+    }
+    return row;
+}
+
 extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __grid_constant__ Params p) {
-    const int lane = lane_id(), g = lane >> 2, c = lane & 3, b = grid_y();
+    const int lane = lane_id(), g = lane >> 2, c = lane & 3, b = row_in_turn(p, lane);
     constexpr int PARTS = (V + FULL - 1) / FULL;
     const int part = grid_x() % PARTS, head = grid_x() / PARTS, key_head = head / GROUP, v_part = part * FULL;
 
     // the row
-    i64 slot = b;
-    if (p.state_indices) slot = p.wide_state ? ((const i64*)p.state_indices)[b] : ((const int*)p.state_indices)[b];
-    i64 ring = slot;
-    if (p.ring_indices) ring = p.wide_ring ? ((const i64*)p.ring_indices)[b] : ((const int*)p.ring_indices)[b];
-    const bool live = slot >= 0 && ring >= 0 && !(p.state_indices && slot == p.pad_slot);
-    const int start = live ? p.ring_start[ring] : 0, hist = live ? p.hist_len[ring] : 0;
-    i64 first = 0;
-    int count = p.T;
-    if (p.lens) {
-        i64 a = p.wide_lens ? ((const i64*)p.lens)[b] : ((const int*)p.lens)[b], n = a;
-        if (p.varlen) {
-            first = a;
-            n = (p.wide_lens ? ((const i64*)p.lens)[b + 1] : ((const int*)p.lens)[b + 1]) - a;
-        }
-        count = (int)(n < p.T ? n : p.T);
-    }
-    if (!live || count < 0) count = 0;
+    const Where where = locate(p, b);
+    const i64 slot = where.slot, ring = where.ring, first = where.first;
+    const int count = where.count, start = where.start, hist = where.hist;
     const int written = p.varlen ? count : p.T;  // tokens whose output this row owns
     const i64 batch = p.varlen ? 0 : b;
     char* const out_row = (char*)p.out + (batch * p.b_out + first * p.t_out + (i64)head * V) * ACT_BYTES;
@@ -524,6 +578,14 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     unsigned char* const side = shared_memory + AT_SIDE;
     fetch_rows<LR>(side, lane, V - v_part, [&](int j) { return u_ring + (ring_row(j) * V + v_part) * ACT_BYTES; },
                    [&](int j) { return j < hist; });
+    unsigned char* const kept_keys = shared_memory + AT_KEYS;
+    if (!KDA && flush) {
+#pragma unroll
+        for (int i = 0; i < LR * KEY_ROW / 512; i++) {
+            const int at = 32 * i + lane, j = at / (KEY_ROW / 16), chunk = at % (KEY_ROW / 16);
+            copy_async(key_chunk(kept_keys, j, chunk), k_ring + ring_row(j) * KEY_ROW + 16 * chunk, j < hist);
+        }
+    }
     fetch_rows<TOKENS>(side + LR * SIDE_ROW, lane, V - v_part,
                        [&](int t) { return v_row + (t * p.t_v + v_part) * ACT_BYTES; }, [&](int t) { return t < count; });
     copies_commit();
@@ -1062,11 +1124,41 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int r = 0; r < RECORDS; r++) rest[r][e] = rest_low[r][e] = 0.f;
         }
+#if RULE != 0
+        auto meet_history = [&](const float (&rows)[2][8], int block) {
+            float keys[RECORDS][8];
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++) {
+#if RULE == 2
+                shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
+#else
+                Eight stored;
+#pragma unroll
+                for (int i = 0; i < ACT_BYTES / 2; i++)
+                    stored.w[i] = *(const uint4*)key_chunk(kept_keys, 8 * r + g, (4 * block + c) * (ACT_BYTES / 2) + i);
+                widen(stored, keys[r]);
+#endif
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]}, h[4], l[4];
+                split<S_TERMS, false>(y, h, l);
+#pragma unroll
+                for (int r = 0; r < RECORDS; r++) {
+                    float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
+                    product<S_TERMS, X_TERMS>(rest[r], rest_low[r], h, l, z);
+                }
+            }
+        };
+#endif
 #pragma unroll
         for (int block = 0; block < 4; block++) {
             float rows[2][8];
 #pragma unroll
             for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
+#if RULE != 0 && TOKENS > 1
+            if (flush) meet_history(rows, block);
+#endif
 #if TOKENS == 1
 #pragma unroll
             for (int e = 0; e < 8; e++)
@@ -1088,42 +1180,17 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             }
 #endif
         }
-        if (DELTA && flush) {
-            Eight ahead[RECORDS];
-            const char* from[RECORDS];  // the first record's where there is none; its column is not taken
-#pragma unroll
-            for (int r = 0; r < RECORDS; r++) from[r] = k_ring + (ring_row(8 * r + g < hist ? 8 * r + g : 0) * K + 8 * c) * ACT_BYTES;
-            auto block_keys = [&](int block) {
-#pragma unroll
-                for (int r = 0; r < RECORDS; r++) ahead[r] = load8(from[r] + 32 * block * ACT_BYTES, true);
-            };
-            if (!KDA) block_keys(0);
+#if RULE != 0 && TOKENS == 1
+        if (flush) {
 #pragma unroll 2
             for (int block = 0; block < 4; block++) {
-                float keys[RECORDS][8], rows[2][8];
-#pragma unroll
-                for (int r = 0; r < RECORDS; r++) {
-#if RULE == 2
-                    shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
-#else
-                    widen(ahead[r], keys[r]);
-#endif
-                }
-                if (!KDA && block < 3) block_keys(block + 1);
+                float rows[2][8];
 #pragma unroll
                 for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]}, h[4], l[4];
-                    split<S_TERMS, false>(y, h, l);
-#pragma unroll
-                    for (int r = 0; r < RECORDS; r++) {
-                        float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
-                        product<S_TERMS, X_TERMS>(rest[r], rest_low[r], h, l, z);
-                    }
-                }
+                meet_history(rows, block);
             }
         }
+#endif
 
         // the ring, and the columns' factors
         float past[RECORDS][2][2];
@@ -1276,24 +1343,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     split<2, true>(y, fh[r], fl[r]);
                 }
             }
-            // keys 2c, 2c + 1 of each tile, four elements of a block; a block ahead
-            Four ahead[RECORDS][2];
-            const char* from[RECORDS][2];
-#pragma unroll
-            for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    from[r][n] = k_ring + (ring_row(8 * r + 2 * c + n) * K + 4 * g) * ACT_BYTES;
-                    ahead[r][n] = load4(0, false);
-                }
-            auto fold_keys = [&](int block) {
-#pragma unroll
-                for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                    for (int n = 0; n < 2; n++)
-                        if (8 * r + 2 * c + n < hist) ahead[r][n] = load4(from[r][n] + 32 * block * ACT_BYTES, true);
-            };
-            if (!KDA) fold_keys(0);
 #pragma unroll 2
             for (int block = 0; block < 4; block++) {
                 float tile[2][8], keys[RECORDS][2][4];  // [row 2g + r][element]
@@ -1305,10 +1354,10 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         float4 y = chunk_of(ring_keys, 8 * r + 2 * c + n, 8 * block + g);
                         keys[r][n][0] = y.x, keys[r][n][1] = y.y, keys[r][n][2] = y.z, keys[r][n][3] = y.w;
 #else
-                        widen(ahead[r][n], keys[r][n]);
+                        const int at = (32 * block + 4 * g) * ACT_BYTES;
+                        widen(load4(key_chunk(kept_keys, 8 * r + 2 * c + n, at / 16) + at % 16, true), keys[r][n]);
 #endif
                     }
-                if (!KDA && block < 3) fold_keys(block + 1);
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     unit_row(tile_at, 2 * g + r, g, c, block, tile[r]);

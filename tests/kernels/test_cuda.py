@@ -199,3 +199,16 @@ def test_refusals() -> None:
     layer = replace(layer, state=off)
     with pytest.raises(ValueError, match="state: expected every slot on a 16-byte boundary"):
         run_step(layer, walk.cache, inputs, StepIndex(ints([0])))
+
+
+@pytest.mark.parametrize("batch", [9, 40])
+def test_rows_that_flush_take_turns(batch: int) -> None:
+    """The order in which programs take rows depends on cursors; what a row gets does not."""
+    layer = make_layer(geometry("gdn", HV=1, H=1, V=8, K=128), slots=batch, window=4, max_draft=3)
+    walk = Walk.of(layer)
+    slots = list(range(batch))
+    walk.hand_out(*slots)
+    for number in range(4):
+        lens = [(slot + number) % 4 for slot in slots]
+        walk.step([slot if slot % 5 else -1 for slot in slots], lens, [min(n, 2) for n in lens], width=3)
+    walk.check()

@@ -75,6 +75,16 @@ DEVICE float shuffle(float x, int from) {
     return warp::box[warp::turn[lane]][from & 31][0];
 }
 DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, warp::at ^ mask); }
+DEVICE u32 votes(bool x) {
+    int lane = warp::at;
+    *post() = x;
+    warp::meet();
+    u32 bits = 0;
+    for (int i = 0; i < 32; i++) bits |= (u32)(warp::box[warp::turn[lane]][i][0] != 0) << i;
+    return bits;
+}
+DEVICE int bit_count(u32 x) { return __builtin_popcount(x); }
+DEVICE int first_bit(u32 x) { return __builtin_ffs(x) - 1; }
 DEVICE void warp_sync() { shuffle(0.f, 0); }
 
 DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
