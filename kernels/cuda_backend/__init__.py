@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.cuda_backend.cut import Cut, cut
+from replayssm.kernels.cuda_backend.cut import ONE_WAVE, Cut, cut
 from replayssm.kernels.cuda_backend.build import KEY_DIM, MISSING, TYPES, UNIT, Config, Params, program
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
@@ -20,6 +20,8 @@ from replayssm.kernels.step_index import StepIndex
 __all__ = ["gdn_step", "kda_step", "mamba2_step", "refuses", "unavailable"]
 
 _MOST_ROWS = 65535
+_MOST_TURNS = 256
+"""Rows whose cursors a program looks through to find its turn."""
 
 
 def unavailable(device_type: str) -> str | None:
@@ -199,6 +201,7 @@ def _step(
         2 if window <= 16 else 4, share.units, rand_seed is not None,
     )  # fmt: skip
     parts = -(-V // (UNIT * share.units))
+    params.turns = HV * parts * batch > ONE_WAVE and 1 < batch <= _MOST_TURNS and index.ring_indices is None
     stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
     device = -1 if out.device.index is None else out.device.index
     program(config, device).launch((HV * parts, batch), params, stream)

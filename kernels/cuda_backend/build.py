@@ -103,7 +103,7 @@ class Params(ctypes.Structure):
         )]
         + [(name, ctypes.c_int) for name in (
             "R", "L", "T", "B", "pad_slot", "layer", "wide_state", "wide_ring", "wide_lens", "varlen",
-            "g_type", "beta_type", "A_type", "D_type", "bias_type", "l2norm", "softplus", "bounded",
+            "g_type", "beta_type", "A_type", "D_type", "bias_type", "turns", "l2norm", "softplus", "bounded",
         )]
         + [("scale", ctypes.c_float), ("bound", ctypes.c_float)]
     )  # fmt: skip

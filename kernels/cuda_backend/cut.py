@@ -18,17 +18,18 @@ class Cut:
     units: int
 
 
-SMALL, LARGE = 1000, 8000
-"""Programs that fill a large GPU once, and so often that what a head's units share should be done once."""
+ONE_WAVE = 1024
+"""Programs that a large GPU runs at a time, about."""
+LARGE = 8 * ONE_WAVE
 
 
 def cut(value_dim: int, heads: int) -> Cut:
     """The cut of a step over `heads` heads of all its rows.
 
-    Small steps are cut small, for latency, large ones into whole heads.
+    Small steps are cut small, for latency, large ones into whole heads, whose units share the most work.
     """
     whole = -(-value_dim // UNIT)
     if heads >= LARGE:
         return Cut(whole)
-    parts = next((n for n in (2, 4) if heads * min(n, whole) >= SMALL), whole)
+    parts = next((n for n in (2, 4) if heads * min(n, whole) >= ONE_WAVE), whole)
     return Cut(-(-whole // min(parts, whole)))

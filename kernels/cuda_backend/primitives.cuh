@@ -33,12 +33,6 @@ DEVICE u16 float_to_bfloat(float x) {  // to nearest even
     return y;
 }
 
-DEVICE float exponential(float x) {  // to about 2 units in the last place
-    float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-    return y;
-}
-
 DEVICE u32 high_product(u32 a, u32 b) { return __umulhi(a, b); }
 
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }

@@ -32,7 +32,7 @@ constexpr int X_TERMS = KDA || ACT == 0 ? 2 : 1, RAW_TERMS = ACT == 0 ? 2 : 1, S
 // Shared memory, in bytes: stages of a unit's checkpoint, then rows of ring and tokens, then what the units
 // share.
 constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
-constexpr bool EVEN = V % FULL == 0;
+constexpr bool EVEN = V % FULL == 0, DIRECT = ONE && UNITS == 1;  // results straight from registers
 constexpr int SIDE_ROW = FULL * ACT_BYTES, SIDE_BYTES = (LR + (DELTA ? 2 : 1) * TOKENS) * SIDE_ROW;
 constexpr int MATRIX = TOKENS * TOKENS, SUMS = (MATRIX + 15) / 16 * 16;
 constexpr int AT_SIDE = STAGES * UNIT_BYTES;
@@ -62,6 +62,7 @@ struct Params {
     int R, L, T, B, pad_slot, layer;
     int wide_state, wide_ring, wide_lens, varlen;             // int64 indices; lens are cu_seqlens
     int g_type, beta_type, A_type, D_type, bias_type;         // as ACT
+    int turns;                                                // rows take turns, see row_in_turn; B <= 256
     int l2norm, softplus, bounded;
     float scale, bound;
 };
@@ -70,29 +71,34 @@ struct Params {
 
 DEVICE float high(float x) { return real(bits(x) & 0xffffe000u); }
 
-// d + d_low += a @ b, both split where they have two terms; the smaller products have a sum of their own.
-template <int A_TERMS, int B_TERMS>
-DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const float (&a_low)[4],
-                    const float (&b)[2]) {
-    float bh[2] = {b[0], b[1]};
-    if (B_TERMS == 2) {
-        bh[0] = high(b[0]), bh[1] = high(b[1]);
-        float bl[2] = {b[0] - bh[0], b[1] - bh[1]};
-        mma(d_low, a, bl);
-    }
-    if (A_TERMS == 2) mma(d_low, a_low, bh);
-    mma(d, a, bh);
+// The second of an operand's two terms; rounded, it loses half as much and nothing systematically.
+template <bool ROUNDED>
+DEVICE float rest_of(float x, float high_part) {
+    const float y = x - high_part;
+    return ROUNDED ? real(bits(y) + 0x1000u) : y;
 }
 
-// Two terms of an operand; rounded, the second one loses half as much and nothing systematically.
 template <int A_TERMS, bool ROUNDED>
 DEVICE void split(const float (&x)[4], float (&h)[4], float (&l)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         h[i] = A_TERMS == 2 ? high(x[i]) : x[i];
-        l[i] = A_TERMS == 2 ? x[i] - h[i] : 0.f;
-        if (ROUNDED) l[i] = real(bits(l[i]) + 0x1000u);
+        l[i] = A_TERMS == 2 ? rest_of<ROUNDED>(x[i], h[i]) : 0.f;
     }
+}
+
+// d + d_low += a @ b, both in two terms where they have them; the smaller products have a sum of their own.
+template <int A_TERMS, int B_TERMS, bool ROUNDED = false>
+DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const float (&a_low)[4],
+                    const float (&b)[2]) {
+    float bh[2] = {b[0], b[1]};
+    if (B_TERMS == 2) {
+        bh[0] = high(b[0]), bh[1] = high(b[1]);
+        float bl[2] = {rest_of<ROUNDED>(b[0], bh[0]), rest_of<ROUNDED>(b[1], bh[1])};
+        mma(d_low, a, bl);
+    }
+    if (A_TERMS == 2) mma(d_low, a_low, bh);
+    mma(d, a, bh);
 }
 
 DEVICE float first_of(u32 w) { return ACT == 1 ? real(w << 16) : half_to_float((u16)w); }
@@ -252,10 +258,12 @@ DEVICE float dot(const float (&x)[4][8], const float (&y)[4][8]) {
 DEVICE float squares(const float (&x)[4][8]) { return dot(x, x); }
 
 // Rows of fp32 in shared memory, their 16-byte chunks swizzled by row.
-DEVICE float4& chunk_of(float* rows, int row, int chunk) { return ((float4*)rows)[row * 32 + (chunk ^ (row & 7))]; }
+DEVICE float4& chunk_of(float* rows, int row, int chunk, int block = 0) {
+    return ((float4*)rows)[row * 32 + 8 * block + (chunk ^ (row & 7))];
+}
 
 DEVICE void shared_row(float* rows, int row, int c, int block, float (&x)[8]) {
-    float4 y = chunk_of(rows, row, 8 * block + 2 * c), z = chunk_of(rows, row, 8 * block + 2 * c + 1);
+    float4 y = chunk_of(rows, row, 2 * c, block), z = chunk_of(rows, row, 2 * c + 1, block);
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w, x[4] = z.x, x[5] = z.y, x[6] = z.z, x[7] = z.w;
 }
 
@@ -271,7 +279,7 @@ DEVICE void gram(float (&d)[4], const float (&a)[4][8], const float (&b)[4][8], 
                           has_b ? b[block][2 * i + 1] : 0.f};
             float h[4], l[4], z[2] = {x[block][2 * i], x[block][2 * i + 1]};
             split<TERMS, true>(y, h, l);
-            product<TERMS, TERMS>(i & 1 ? odd : d, d_low, h, l, z);
+            product<TERMS, TERMS, true>(i & 1 ? odd : d, d_low, h, l, z);
         }
 #pragma unroll
     for (int e = 0; e < 4; e++) d[e] += odd[e] + d_low[e];
@@ -353,8 +361,8 @@ DEVICE void fetch_unit(unsigned char* stage, const char* from, int rows, int lan
 DEVICE void unit_row(const unsigned char* stage, int row, int g, int c, int block, float (&x)[8]) {
     const unsigned char* at = stage + row * (K * STATE_BYTES);
     if (STATE == 0) {
-        float4 y = *(const float4*)(at + 16 * ((8 * block + 2 * c) ^ (g & 1)));
-        float4 z = *(const float4*)(at + 16 * ((8 * block + 2 * c + 1) ^ (g & 1)));
+        float4 y = *(const float4*)(at + 128 * block + 16 * (2 * c + (g & 1)));
+        float4 z = *(const float4*)(at + 128 * block + 16 * (2 * c + 1 - (g & 1)));
         x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w, x[4] = z.x, x[5] = z.y, x[6] = z.z, x[7] = z.w;
     } else {
         uint4 y = *(const uint4*)(at + 16 * ((4 * block + c) ^ (4 * (g & 1))));
@@ -372,8 +380,8 @@ DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, con
                      u32 slot, u32 layer) {
     unsigned char* const to = stage + row * (K * STATE_BYTES);
     if (STATE == 0) {
-        *(float4*)(to + 16 * ((8 * block + 2 * c) ^ (g & 1))) = make_float4(x[0], x[1], x[2], x[3]);
-        *(float4*)(to + 16 * ((8 * block + 2 * c + 1) ^ (g & 1))) = make_float4(x[4], x[5], x[6], x[7]);
+        *(float4*)(to + 128 * block + 16 * (2 * c + (g & 1))) = make_float4(x[0], x[1], x[2], x[3]);
+        *(float4*)(to + 128 * block + 16 * (2 * c + 1 - (g & 1))) = make_float4(x[4], x[5], x[6], x[7]);
         return;
     }
     u16 y[8];
@@ -465,41 +473,46 @@ DEVICE Where locate(const Params& p, int b) {
 }
 
 // The row that this program serves. Rows that flush take several times as long as others, so they are spread
-// over the first three quarters of the grid, whichever they are; what a row computes does not depend on it.
+// over the first three quarters of the grid. Which rows count as such is a guess that all programs share
+// (every row has T tokens); what a row computes does not depend on it.
 DEVICE int row_in_turn(const Params& p, int lane) {
     const int turn = grid_y();
-    if (p.B < 8 || p.B > 256) return turn;
+    if (!p.turns) return turn;
+    int slots[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int b = 32 * i + lane;
+        slots[i] = -1;
+        if (b < p.B) slots[i] = !p.state_indices ? b : p.wide_state ? (int)((const i64*)p.state_indices)[b] : ((const int*)p.state_indices)[b];
+    }
+    int history[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        history[i] = 0;
+        if (slots[i] >= 0 && slots[i] != p.pad_slot) history[i] = p.hist_len[slots[i]];
+    }
     u32 masks[8];
     int flushes = 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        masks[i] = 0;
-        if (32 * i < p.B) {
-            bool flush = false;
-            if (32 * i + lane < p.B) {
-                const Where x = locate(p, 32 * i + lane);
-                flush = x.hist + x.count > p.L;
-            }
-            masks[i] = votes(flush);
-            flushes += bit_count(masks[i]);
-        }
+        masks[i] = votes(history[i] + p.T > p.L);
+        flushes += bit_count(masks[i]);
     }
     if (flushes == 0) return turn;
     const int stride = 3 * p.B / (4 * flushes) > 1 ? 3 * p.B / (4 * flushes) : 1;
     const bool flush = turn % stride == 0 && turn / stride < flushes;
     const int before = (turn + stride - 1) / stride < flushes ? (turn + stride - 1) / stride : flushes;
-    int rank = flush ? turn / stride : turn - before, row = 0;
+    int rank = flush ? turn / stride : turn - before, group = 0, local = 0;
+    u32 chosen = 0;  // the rows among which this one is number `local`
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int rows = p.B - 32 * i;
-        if (rows > 0) {
-            const u32 all = rows >= 32 ? 0xffffffffu : (1u << rows) - 1, mask = flush ? masks[i] : ~masks[i] & all;
-            const int n = bit_count(mask);
-            if (rank >= 0 && rank < n) row = 32 * i + first_bit(votes(mask >> lane & 1 && bit_count(mask & ((1u << lane) - 1)) == rank));
-            rank -= n;
-        }
+        const u32 all = rows >= 32 ? 0xffffffffu : rows > 0 ? (1u << rows) - 1 : 0u, mask = (flush ? masks[i] : ~masks[i]) & all;
+        const int n = bit_count(mask);
+        if (rank >= 0 && rank < n) chosen = mask, group = 32 * i, local = rank;
+        rank -= n;
     }
-    return row;
+    return group + first_bit(votes((chosen >> lane & 1) && bit_count(chosen & ((1u << lane) - 1)) == local));
 }
 
 extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __grid_constant__ Params p) {
@@ -734,8 +747,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int e = 0; e < 4; e++) tilde[j][e] = f[e] * w[e];
             if (flush) chunk_of(ring_keys, j, lane) = make_float4(tilde[j][0], tilde[j][1], tilde[j][2], tilde[j][3]);
-            w[0] *= exponential(gates[j].x), w[1] *= exponential(gates[j].y);
-            w[2] *= exponential(gates[j].z), w[3] *= exponential(gates[j].w);
+            w[0] *= expf(gates[j].x), w[1] *= expf(gates[j].y);
+            w[2] *= expf(gates[j].z), w[3] *= expf(gates[j].w);
         }
         const float n = scatter_sum(square, lane);
         record_norm = p.l2norm ? rsqrtf(n + 1e-6f) : 1.f;
@@ -762,7 +775,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     float y = log_decay[e] + bias[e];
                     if (p.A) y = p.bounded ? p.bound * sigmoid(speed * y) : -speed * softplus(y);
                     log_decay[e] = y;
-                    decay[t][e] = exponential(y);
+                    decay[t][e] = expf(y);
                     grown[e] *= decay[t][e];
                 }
                 if (owns_gates)
@@ -1008,7 +1021,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             widen(load4(k_ring + (ring_row(s) * K + 4 * lane) * ACT_BYTES, s < hist), key);
             float4 y = make_float4(0, 0, 0, 0);
             if (s < hist) y = *(const float4*)(g_ring + ring_row(s) * K + 4 * lane);
-            const float decay[4] = {exponential(y.x), exponential(y.y), exponential(y.z), exponential(y.w)};
+            const float decay[4] = {expf(y.x), expf(y.y), expf(y.z), expf(y.w)};
 #pragma unroll
             for (int d = LR - 1; d > 0; d--) {
 #pragma unroll
@@ -1096,7 +1109,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         if (unit == 0 || single) copies_wait<0>();
         else copies_wait<STAGES - 1>();
         warp_sync();
-        if (unit == 0) {
+        if (unit == 0 && !DIRECT) {
             copy_rows(side + LR * SIDE_ROW, lane, count, V - v_part,
                       [&](int t) { return (DELTA ? v_ring : u_ring) + (ring_row(hist + t) * V + v_part) * ACT_BYTES; });
             warp_sync();
@@ -1142,11 +1155,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]}, h[4], l[4];
-                split<S_TERMS, false>(y, h, l);
+                split<S_TERMS, true>(y, h, l);
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++) {
                     float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
-                    product<S_TERMS, X_TERMS>(rest[r], rest_low[r], h, l, z);
+                    product<S_TERMS, X_TERMS, true>(rest[r], rest_low[r], h, l, z);
                 }
             }
         };
@@ -1156,9 +1169,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             float rows[2][8];
 #pragma unroll
             for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
-#if RULE != 0 && TOKENS > 1
-            if (flush) meet_history(rows, block);
-#endif
 #if TOKENS == 1
 #pragma unroll
             for (int e = 0; e < 8; e++)
@@ -1180,7 +1190,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             }
 #endif
         }
-#if RULE != 0 && TOKENS == 1
+#if RULE != 0
         if (flush) {
 #pragma unroll 2
             for (int block = 0; block < 4; block++) {
@@ -1224,8 +1234,15 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 widen(load2((const char*)p.z_in + (batch * p.b_z + first * p.t_z + (i64)head * V + v) * ACT_BYTES), z);
                 o[0] *= z[0] * sigmoid(z[0]), o[1] *= z[1] * sigmoid(z[1]);
             }
-            if (DELTA) store2(side_at(0, LR + TOKENS), round2(u[0], u[1]));
-            store2(side_at(0, LR), round2(o[0], o[1]));
+            if (UNITS > 1) {
+                if (DELTA) store2(side_at(0, LR + TOKENS), round2(u[0], u[1]));
+                store2(side_at(0, LR), round2(o[0], o[1]));
+            } else if (inside) {
+                const int at = (ring_row(hist) * V + v) * ACT_BYTES;
+                if (DELTA) store2(v_ring + at, fresh);
+                store2(u_ring + at, DELTA ? round2(u[0], u[1]) : fresh);
+                store2(out_row + v * ACT_BYTES, round2(o[0], o[1]));
+            }
         }
 #else
 #pragma unroll
@@ -1327,7 +1344,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     for (int r = 0; r <= t; r++) {
                         const float* cell = fold + (8 * t + g) * LR + 8 * r + 2 * c;
                         float z[2] = {cell[0], cell[1]};
-                        product<2, 2>(u, u_low, rh[r], rl[r], z);
+                        product<2, 2, true>(u, u_low, rh[r], rl[r], z);
                     }
 #pragma unroll
                     for (int e = 0; e < 4; e++)
@@ -1351,7 +1368,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                     for (int n = 0; n < 2; n++) {
 #if RULE == 2
-                        float4 y = chunk_of(ring_keys, 8 * r + 2 * c + n, 8 * block + g);
+                        float4 y = chunk_of(ring_keys, 8 * r + 2 * c + n, g, block);
                         keys[r][n][0] = y.x, keys[r][n][1] = y.y, keys[r][n][2] = y.z, keys[r][n][3] = y.w;
 #else
                         const int at = (32 * block + 4 * g) * ACT_BYTES;
@@ -1361,18 +1378,21 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
                     unit_row(tile_at, 2 * g + r, g, c, block, tile[r]);
-#pragma unroll
-                    for (int e = 0; e < 8; e++) tile[r][e] *= KDA ? total_row[32 * block + 8 * c + e] : total;
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) {  // element i of each four
-                    float d[4] = {tile[0][i], tile[0][4 + i], tile[1][i], tile[1][4 + i]};
+                    float d[4] = {0, 0, 0, 0}, d_low[4] = {0, 0, 0, 0};
 #pragma unroll
                     for (int r = 0; r < RECORDS; r++) {
                         float z[2] = {keys[r][0][i], keys[r][1][i]};
-                        product<2, X_TERMS>(d, d, fh[r], fl[r], z);
+                        product<2, X_TERMS, true>(d, d_low, fh[r], fl[r], z);
                     }
-                    tile[0][i] = d[0], tile[0][4 + i] = d[1], tile[1][i] = d[2], tile[1][4 + i] = d[3];
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int at = 4 * (e & 1) + i;
+                        float& s = tile[e >> 1][at];
+                        s = fmaf(s, KDA ? total_row[32 * block + 8 * c + at] : total, d[e] + d_low[e]);
+                    }
                 }
 #pragma unroll
                 for (int r = 0; r < 2; r++)
@@ -1388,6 +1408,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             copies_commit();
         }
     }
+    if (DIRECT) return;
+    warp_sync();
     copy_rows(side + LR * SIDE_ROW, lane, written, V - v_part,
               [&](int t) { return out_row + (t * p.t_out + v_part) * ACT_BYTES; });
     if (DELTA) copy_rows(side + (LR + TOKENS) * SIDE_ROW, lane, count, V - v_part,

@@ -202,8 +202,9 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("batch", [9, 40])
-def test_rows_that_flush_take_turns(batch: int) -> None:
+def test_rows_that_flush_take_turns(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order in which programs take rows depends on cursors; what a row gets does not."""
+    monkeypatch.setattr(cuda_backend, "ONE_WAVE", 0)
     layer = make_layer(geometry("gdn", HV=1, H=1, V=8, K=128), slots=batch, window=4, max_draft=3)
     walk = Walk.of(layer)
     slots = list(range(batch))

@@ -74,6 +74,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
+def rounding(dtype: torch.dtype, size: torch.Tensor, elements: int = 1) -> torch.Tensor:
+    """Bound of the norm of what rounding takes from vectors of norm `size`, subnormal elements included."""
+    info = torch.finfo(dtype)
+    return info.eps / 2 * (1.01 * size + info.smallest_normal * elements**0.5)
+
+
 @dataclass
 class Track:
     """Sequences of the oracle and their budgets.
@@ -345,7 +351,7 @@ class BatchWalk:
         u = (change * k[:, :, None, :]).sum(-1) / k.square().sum(-1, keepdim=True)
         wrote = u.abs() + token["beta"][:, :, None] * token["v"].abs()
         size = decay * before.size + wrote
-        rounded = torch.finfo(self.act).eps / 2 * 1.01 * u.abs()
+        rounded = rounding(self.act, u.abs())
         after = Track(
             S=S,
             size=size,
@@ -521,7 +527,7 @@ class BatchWalk:
         pick = self.ints([max(n, 0) for n in rows], torch.int64)
         now = self.truth.map(lambda value: value[pick])
         flush = self._flushed(rows, lens)
-        rounded = torch.finfo(self.state.dtype).eps / 2 * 1.01 * now.S.norm(dim=-1)
+        rounded = rounding(self.state.dtype, now.S.norm(dim=-1), self.geo.key_dim)
         now = replace(now, carried=now.record, stored=now.stored + rounded * flush.view(-1, 1, 1))
         exact = self.tokens64({name: value.nan_to_num(0.0) for name, value in inputs.items()})
         nodes = [now]
@@ -691,7 +697,7 @@ class BatchWalk:
         )
         got = self.state[self.slot_of].double()
         size = self.truth.S.norm(dim=-1)
-        rounded = torch.finfo(self.state.dtype).eps / 2 * 1.01 * size
+        rounded = rounding(self.state.dtype, size, self.geo.key_dim)
         limit = self._bounded(FP32_UNITS * self.truth.fp32 + self.truth.stored, size) + rounded
         off = (got - self.truth.S).norm(dim=-1)
         self._within("state", off, torch.zeros_like(off), limit)

@@ -60,7 +60,6 @@ DEVICE u16 float_to_bfloat(float x) {
     if (x != x) return 0x7fff;
     return (u16)((y + 0x7fff + (y >> 16 & 1)) >> 16);
 }
-DEVICE float exponential(float x) { return exp2f(x * 1.4426950408889634f); }
 DEVICE u32 high_product(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 
 DEVICE float* post() {
@@ -96,10 +95,12 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
     auto box = warp::box[warp::turn[lane]];
     for (int e = 0; e < 4; e++) {
         int row = g + 8 * (e / 2), column = 2 * c + e % 2;
-        float sum = d[e];
+        double sum = d[e];  // tensor cores add exactly enough and cut the result off
         for (int k = 0; k < 8; k++)
-            sum += box[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)] * box[column * 4 + k % 4][4 + k / 4];
-        d[e] = sum;
+            sum += (double)box[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)] * box[column * 4 + k % 4][4 + k / 4];
+        float cut = (float)sum;
+        if (fabs((double)cut) > fabs(sum)) cut = nextafterf(cut, 0.f);
+        d[e] = cut;
     }
 }
 
