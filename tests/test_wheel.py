@@ -12,11 +12,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("core", "kernels", "adapters", "cli")
-SHIPPED = ("*.py", "py.typed", "*.json")
+SHIPPED = ("*.py", "py.typed", "*.json", "*.cu", "*.cuh")
 IMPORTED = (
     "replayssm.core",
     "replayssm.kernels",
     "replayssm.kernels.torch_backend",
+    "replayssm.kernels.cuda_backend.build",
     "replayssm.adapters.transformers",
     "replayssm.cli.main",
 )
@@ -77,7 +78,7 @@ def test_wheel_is_pure_and_carries_the_licence(wheel: Path) -> None:
     assert top == {"replayssm", metadata.split("/")[0]}
     assert len(licences) == 1
     assert "License-Expression: Apache-2.0" in text
-    for extra in ("transformers", "sglang", "trtllm", "flashinfer", "plot", "dev"):
+    for extra in ("transformers", "sglang", "trtllm", "flashinfer", "cuda", "triton", "plot", "dev"):
         assert f"Provides-Extra: {extra}\n" in text
 
 
@@ -93,6 +94,7 @@ def test_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None
         "for name in sys.argv[1:]:\n"
         "    print(name, importlib.import_module(name).__file__)\n"
         "assert callable(sys.modules['replayssm.cli.main'].app)\n"
+        "assert 'replay_step' in sys.modules['replayssm.kernels.cuda_backend.build'].source()\n"
     )
     result = subprocess.run(
         [sys.executable, "-S", "-c", script, *IMPORTED],
