@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.cuda_backend.cut import ONE_WAVE, Cut, cut
 from replayssm.kernels.cuda_backend.build import KEY_DIM, MISSING, TYPES, UNIT, Config, Params, program
+from replayssm.kernels.cuda_backend.cut import ONE_WAVE, Cut, cut
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 
@@ -197,7 +197,7 @@ def _step(
     params.pad_slot, params.layer = index.pad_slot_id, layer
     share = share or cut(V, batch * HV)
     config = Config(
-        rule, V, HV // H, state.dtype, out.dtype, 1 if tokens == 1 else 4 if tokens <= 4 else 8 if tokens <= 8 else 16,
+        rule, V, HV // H, state.dtype, out.dtype, next(n for n in (1, 4, 8, 16) if tokens <= n),
         2 if window <= 16 else 4, share.units, rand_seed is not None,
     )  # fmt: skip
     parts = -(-V // (UNIT * share.units))
@@ -219,7 +219,8 @@ def _vector(name: str, tensor: torch.Tensor) -> int:
     """Bytes that the kernel reads or writes of a tensor at once."""
     if tensor.dim() < 4:
         return tensor.element_size()
-    return 2 * tensor.element_size() if name in ("out", "z") else 4 * tensor.element_size() if name == "g" else 16
+    values = {"out": 2, "z": 2, "g": 4}.get(name)
+    return 16 if values is None else values * tensor.element_size()
 
 
 def _address(name: str, tensor: torch.Tensor, vector: int) -> int:

@@ -80,7 +80,8 @@ class Config:
         side = (ring + (1 if mamba else 2) * self.tokens) * UNIT * self.units * self.activation_dtype.itemsize
         sums = (matrix + 15) // 16 * 16 if kda else 2 * matrix
         keys = 0 if kda else ring * KEY_DIM * self.activation_dtype.itemsize
-        shared = stages * unit + side + keys + 4 * ((0 if one else sums + 2 * matrix) + (0 if mamba else ring**2))
+        small = (0 if one else sums + 2 * matrix) + (0 if mamba else ring**2)
+        shared = stages * unit + side + keys + 4 * small
         if kda:
             rows = max(2 * self.tokens, ring)
             ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
@@ -94,7 +95,8 @@ class Params(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in (
             "state", "u", "k", "g", "v", "beta", "ring_start", "hist_len", "q_in", "k_in", "v_in", "g_in",
-            "beta_in", "z_in", "out", "A", "D", "dt_bias", "state_indices", "ring_indices", "lens", "rand_seed",
+            "beta_in", "z_in", "out", "A", "D", "dt_bias", "state_indices", "ring_indices", "lens",
+            "rand_seed",
         )]
         + [(name, ctypes.c_int64) for name in (
             "s_state", "s_u", "h_u", "s_k", "h_k", "s_g", "h_g", "s_v", "h_v", "s_beta", "h_beta",
@@ -154,7 +156,9 @@ def _checked(result: tuple[Any, ...]) -> Any:
     """
     status, *values = result
     if int(status) != 0:
-        raise RuntimeError(f"CUDA reports {status.name}; the step kernel cannot be used, choose backend='triton'")
+        raise RuntimeError(
+            f"CUDA reports {status.name}; the step kernel cannot be used, choose backend='triton'"
+        )
     return values[0] if values else None
 
 

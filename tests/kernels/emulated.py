@@ -28,8 +28,8 @@ class EmulatedProgram:
         folder = Path(mkdtemp(prefix="emulated"))
         source, library = folder / "step.cpp", folder / "step.so"
         source.write_text("\n".join(parts), encoding="utf-8")
-        command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", *config.defines(), "-o", library, source]
-        subprocess.run(command, check=True)
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", *config.defines()]
+        subprocess.run(["g++", *flags, "-o", library, source], check=True)
         self._library = ctypes.CDLL(str(library))
         shutil.rmtree(folder)
         assert self._library.shared_bytes() == config.shared_bytes
