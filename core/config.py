@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from replayssm.core.policy import capacity
-from replayssm.core.precision import Precision
+from replayssm.core.precision import Precision, Rounding
 
 ENV_PREFIX = "REPLAYSSM_"
 ENV_PATH = "REPLAYSSM_CONFIG"
@@ -55,6 +55,15 @@ def parse_precision(value: object) -> Precision:
     raise ValueError("expected a format such as 'fp32' or a mapping with read, recurrence and rounding")
 
 
+def _refuse_stochastic(precision: Precision) -> Precision:
+    if precision.rounding is Rounding.STOCHASTIC:
+        raise ValueError(
+            "expected rounding 'nearest': stochastic rounding needs a seed in every step, and no adapter "
+            "passes one yet, so states would be rounded to nearest; leave rounding out"
+        )
+    return precision
+
+
 def _refuse_bool(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("expected a whole number")
@@ -71,22 +80,26 @@ class ReplayConfig(BaseModel):
         window: L, the most records a step may see as history plus draft before it must flush.
         max_draft: T_max, the most tokens a step may bring for a sequence; `None` means the smaller of
             8 and the window, see `resolved_max_draft`.
-        precision: storage of the state; a format name stands for one copy in that format.
-        backend: kernels to use; `auto` takes the fastest that works here.
+        precision: storage of the state; a format name stands for one copy in that format. Its rounding is
+            to nearest: stochastic rounding is for those who call the kernels themselves.
+        backend: kernels to use, `torch`, `triton`, `cuda` or `flashinfer`; `auto` takes the fastest that
+            works here.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     window: Count = 16
     max_draft: Count | None = None
-    precision: Annotated[Precision, BeforeValidator(parse_precision)] = Precision()
+    precision: Annotated[Precision, BeforeValidator(parse_precision), AfterValidator(_refuse_stochastic)] = (
+        Precision()
+    )
     backend: Literal["auto", "torch", "triton", "cuda", "flashinfer"] = "auto"
 
     def __init__(self, **settings: Any) -> None:
         """Check the settings.
 
         Raises:
-            ConfigError: an unknown name, a value of the wrong kind, or `T_max > L`.
+            ConfigError: an unknown name, a value of the wrong kind, `T_max > L`, or stochastic rounding.
         """
         _refuse_unknown(settings, "keyword")
         try:

@@ -8,8 +8,10 @@ from pydantic import ValidationError
 
 from replayssm.core.config import ConfigError, ReplayConfig
 from replayssm.core.precision import Precision
+from replayssm.kernels import registry
 
 FP16 = Precision("fp16", "fp16")
+STOCHASTIC: dict[str, Any] = {"read": "fp16", "recurrence": "fp16", "rounding": "stochastic"}
 
 
 def load(path: Path | None = None, env: dict[str, str] | None = None, **overrides: Any) -> ReplayConfig:
@@ -70,6 +72,10 @@ def test_a_precision_from_environment_and_file(tmp_path: Path) -> None:
     assert load(path, env={"REPLAYSSM_PRECISION": "bf16"}).precision == Precision("bf16", "bf16")
 
 
+def test_every_backend_can_be_named() -> None:
+    assert {name: load(backend=name).backend for name in registry.NAMES} == {n: n for n in registry.NAMES}
+
+
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         load().window = 8
@@ -87,7 +93,15 @@ def test_settings_cannot_be_changed() -> None:
         ({"precision": 16}, ["precision", "a format such as 'fp32'", "16"]),
         ({"precision": {"reed": "fp16"}}, ["precision", "'reed'", "did you mean 'read'"]),
         ({"precision": {"rounding": "upwards"}}, ["precision", "'upwards'"]),
-        ({"backend": "cuda"}, ["backend", "'auto', 'torch', 'triton' or 'flashinfer'", "'cuda'"]),
+        (
+            {"precision": STOCHASTIC},
+            ["precision", "rounding 'nearest'", "no adapter", "leave rounding out", "'stochastic'"],
+        ),
+        (
+            {"precision": Precision(**STOCHASTIC)},
+            ["precision", "rounding 'nearest'", "no adapter", "leave rounding out"],
+        ),
+        ({"backend": "tpu"}, ["backend", "'auto', 'torch', 'triton', 'cuda' or 'flashinfer'", "'tpu'"]),
     ],
 )
 def test_refused_values(overrides: dict[str, Any], words: list[str]) -> None:
