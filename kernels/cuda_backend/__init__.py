@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.cuda_backend.build import KEY_DIM, MISSING, TYPES, UNIT, Config, Params, program
+from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Config, Params, missing, program
 from replayssm.kernels.cuda_backend.cut import ONE_WAVE, Cut, cut
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
@@ -28,8 +28,9 @@ def unavailable(device_type: str) -> str | None:
     """Why this backend cannot run on a device; `None` when it can."""
     if device_type != "cuda" or torch.version.cuda is None:
         return "it needs an NVIDIA GPU"
-    if MISSING is not None:
-        return MISSING
+    lacks = missing()
+    if lacks is not None:
+        return lacks
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         return f"it needs compute capability 8.0 or higher, this GPU has {capability[0]}.{capability[1]}"

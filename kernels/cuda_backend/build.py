@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,9 +24,9 @@ from replayssm.core.geometry import Rule
 try:
     from cuda.bindings import driver, nvrtc
 except ImportError as error:
-    MISSING: str | None = f"cuda.bindings can't be imported ({error}); pip install cuda-bindings"
+    _not_imported: str | None = str(error)
 else:
-    MISSING = None
+    _not_imported = None
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,11 @@ class Config:
         unit = UNIT * KEY_DIM * self.state_dtype.itemsize
         stages = 2 if self.units > 1 else 1
         matrix, ring = self.tokens**2, 8 * self.records
-        side = (ring + (1 if mamba else 2) * self.tokens) * UNIT * self.units * self.activation_dtype.itemsize
-        sums = (matrix + 15) // 16 * 16 if kda else 2 * matrix
+        side = (ring + self.tokens) * UNIT * self.units * self.activation_dtype.itemsize
         keys = 0 if kda else ring * KEY_DIM * self.activation_dtype.itemsize
-        small = (0 if one else sums + 2 * matrix) + (0 if mamba else ring**2)
-        shared = stages * unit + side + keys + 4 * small
+        sums = (matrix + 15) // 16 * 16 if kda and not one else 0
+        matrices = max(0 if one else 2 * matrix, 0 if mamba else ring**2)
+        shared = stages * unit + side + keys + 4 * (sums + matrices)
         if kda:
             rows = max(2 * self.tokens, ring)
             ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
@@ -109,6 +110,19 @@ class Params(ctypes.Structure):
         )]
         + [("scale", ctypes.c_float), ("bound", ctypes.c_float)]
     )  # fmt: skip
+
+
+@cache
+def missing() -> str | None:
+    """What the build lacks on this machine; `None` when it lacks nothing."""
+    if _not_imported is not None:
+        return f"cuda.bindings can't be imported ({_not_imported}); pip install cuda-bindings"
+    try:
+        _checked(nvrtc.nvrtcVersion())
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        return f"NVRTC, CUDA's run-time compiler, can't be loaded ({reason}); pip install nvidia-cuda-nvrtc"
+    return None
 
 
 def source() -> str:
@@ -169,7 +183,7 @@ def _machine_code(config: Config, arch: str) -> bytes:
     key = hashlib.sha256("\n".join([text, str(version), *options]).encode()).hexdigest()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     kept = Path(base, "replayssm", f"{key}.cubin")
-    if kept.exists():
+    with suppress(OSError):
         return kept.read_bytes()
     code = _compile(text, options)
     try:
@@ -198,7 +212,8 @@ def _compile(text: str, options: list[str]) -> bytes:
     if int(status) != 0:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(handle))
         _checked(nvrtc.nvrtcGetProgramLog(handle, log))
-        raise RuntimeError(f"the step kernel did not compile with {' '.join(options)}:\n{log.decode()}")
+        messages = log.decode(errors="replace").rstrip("\0\n")
+        raise RuntimeError(f"the step kernel did not compile with {' '.join(options)}:\n{messages}")
     code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(handle))
     _checked(nvrtc.nvrtcGetCUBIN(handle, code))
     _checked(nvrtc.nvrtcDestroyProgram(handle))
