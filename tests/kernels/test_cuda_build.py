@@ -1,0 +1,333 @@
+"""The CUDA backend's host side without a GPU: parameters, configurations, cuts, the build with doubles."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from replayssm.core import Rule
+from replayssm.kernels import cuda_backend
+from replayssm.kernels.cuda_backend import build
+from replayssm.kernels.cuda_backend.build import UNIT, Config, Params, Program
+from replayssm.kernels.cuda_backend.cut import cut
+
+PLAIN = Config(Rule.GDN, 80, 2, torch.float32, torch.bfloat16, 4, 2, 5, False)
+SMALLEST_SHARED = 99 * 1024
+"""Bytes of shared memory that a program may have on the smallest GPUs since compute capability 8.0."""
+
+
+def struct_fields(text: str) -> list[tuple[str, type]]:
+    """Names and ctypes types of the members of `struct Params`, in order."""
+    found = re.search(r"^struct Params \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    body = re.sub(r"//[^\n]*", "", found[1])
+    types = {"int": ctypes.c_int, "i64": ctypes.c_int64, "float": ctypes.c_float}
+    members = []
+    for declaration in filter(None, map(str.strip, body.split(";"))):
+        kind, names = re.fullmatch(r"(?:const )?(\w+)\b(.*)", declaration, re.DOTALL).groups()  # type: ignore[union-attr]
+        for name in names.split(","):
+            pointer, plain = "*" in name, name.strip(" *\n")
+            assert pointer or kind in types, f"{plain} has the unknown type {kind}"
+            members.append((plain, ctypes.c_void_p if pointer else types[kind]))
+    return members
+
+
+def test_params_are_those_of_the_source() -> None:
+    """The driver copies the structure as it lies in memory."""
+    assert [(name, type_) for name, type_, *_ in Params._fields_] == struct_fields(build.source())
+
+
+def test_defines() -> None:
+    """Every compile-time name of the source has its value, and no other name is defined."""
+    config = Config(Rule.KDA, 96, 1, torch.float16, torch.bfloat16, 8, 2, 3, True)
+    values = dict(define.removeprefix("-D").split("=") for define in config.defines())
+    programs = values.pop("PROGRAMS")
+    assert programs == str(config.programs)
+    assert values == {
+        "RULE": "2", "V": "96", "GROUP": "1", "STATE": "2", "ACT": "1", "TOKENS": "8", "RECORDS": "2",
+        "UNITS": "3", "STOCHASTIC": "1",
+    }  # fmt: skip
+    said = re.search(r"// Compile-time: (.*?)\.\s", build.source().replace("\n// ", " "))
+    assert said is not None
+    outside_brackets = re.sub(r"\([^)]*\)", "", said[1])
+    assert set(re.findall(r"\b[A-Z]+\b", outside_brackets)) == {*values, "PROGRAMS"}
+
+
+def every_config() -> Iterator[Config]:
+    """What `refuses` lets pass, for the value dimensions that models have."""
+    for rule in Rule:
+        kda = rule is Rule.KDA
+        for value_dim in (8, 40, 64, 80, 128):
+            for units in range(1, -(-value_dim // UNIT) + 1):
+                for state in (torch.float32, torch.bfloat16):
+                    for act in (torch.float32, torch.float16):
+                        for tokens in (1, 4, 8) if kda else (1, 4, 8, 16):
+                            for records in (2,) if kda else (2, 4):
+                                yield Config(rule, value_dim, 1, state, act, tokens, records, units, False)
+
+
+def test_every_configuration_fits_every_gpu() -> None:
+    too_large = [c for c in every_config() if c.shared_bytes > SMALLEST_SHARED or c.programs < 1]
+    assert too_large == []
+
+
+@pytest.mark.parametrize("value_dim", [8, 16, 24, 40, 64, 80, 96, 128, 256])
+def test_cuts_cover_a_head(value_dim: int) -> None:
+    """Programs cover all units of a head and none has nothing to do; more heads never mean smaller ones."""
+    whole = -(-value_dim // UNIT)
+    shares = [cut(value_dim, heads).units for heads in (1, 8, 64, 256, 512, 1024, 4096, 8191, 8192, 65535)]
+    for units in shares:
+        assert 1 <= units <= whole
+        programs = -(-value_dim // (UNIT * units))
+        assert (programs - 1) * units < whole <= programs * units
+    assert shares == sorted(shares)
+    assert shares[0] == 1, "a few heads are cut as small as can be"
+    assert shares[-1] == whole, "many are not cut at all"
+
+
+# ---- the build ----
+
+
+class Status(IntEnum):
+    """A call's status, as both libraries give it."""
+
+    SUCCESS = 0
+    BROKEN = 6
+
+
+@dataclass
+class Compiler:
+    """A double of NVRTC: the machine code names the options; messages come as the library gives them."""
+
+    version: int = 13
+    status: Status = Status.SUCCESS
+    log: bytes = b"step.cu(7): error: expected a ';'\n\0"
+    compiled: list[list[str]] = field(default_factory=list)
+    destroyed: int = 0
+
+    def nvrtcVersion(self) -> tuple[Status, int, int]:
+        return Status.SUCCESS, self.version, 0
+
+    def nvrtcCreateProgram(self, text: bytes, name: bytes, n: int, *headers: object) -> tuple[Status, bytes]:
+        assert n == 0
+        assert b"replay_step" in text
+        return Status.SUCCESS, text
+
+    def nvrtcCompileProgram(self, handle: bytes, n: int, options: list[bytes]) -> tuple[Status]:
+        assert n == len(options)
+        self.compiled.append([option.decode() for option in options])
+        return (self.status,)
+
+    def nvrtcGetProgramLogSize(self, handle: bytes) -> tuple[Status, int]:
+        return Status.SUCCESS, len(self.log)
+
+    def nvrtcGetProgramLog(self, handle: bytes, into: bytes) -> tuple[Status]:
+        ctypes.memmove(into, self.log, len(self.log))
+        return (Status.SUCCESS,)
+
+    @property
+    def code(self) -> bytes:
+        return f"machine code {self.version} {self.compiled[-1]}".encode()
+
+    def nvrtcGetCUBINSize(self, handle: bytes) -> tuple[Status, int]:
+        return Status.SUCCESS, len(self.code)
+
+    def nvrtcGetCUBIN(self, handle: bytes, into: bytes) -> tuple[Status]:
+        ctypes.memmove(into, self.code, len(self.code))
+        return (Status.SUCCESS,)
+
+    def nvrtcDestroyProgram(self, handle: bytes) -> tuple[Status]:
+        self.destroyed += 1
+        return (Status.SUCCESS,)
+
+
+@dataclass
+class Driver:
+    """A double of the driver: it keeps what it is given, and reads the parameters as the driver does."""
+
+    loaded: list[bytes] = field(default_factory=list)
+    attributes: list[tuple[str, int]] = field(default_factory=list)
+    launches: list[tuple[object, ...]] = field(default_factory=list)
+    launch_status: Status = Status.SUCCESS
+    CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared",
+        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT="carveout",
+    )
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Status, int]:
+        self.loaded.append(image)
+        return Status.SUCCESS, len(self.loaded)
+
+    def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[Status, str]:
+        return Status.SUCCESS, f"{name.decode()} of {module}"
+
+    def cuFuncSetAttribute(self, function: str, attribute: str, value: int) -> tuple[Status]:
+        self.attributes.append((attribute, value))
+        return (Status.SUCCESS,)
+
+    def cuLaunchKernel(self, function: str, *given: int) -> tuple[Status]:
+        *shape, pointers, extra = given
+        assert extra == 0
+        (address,) = (ctypes.c_void_p * 1).from_address(pointers)
+        assert address is not None
+        self.launches.append((function, *shape, ctypes.string_at(address, ctypes.sizeof(Params))))
+        return (self.launch_status,)
+
+
+@dataclass
+class Machine:
+    """One GPU with its libraries and the folder that kernels are kept in."""
+
+    nvrtc: Compiler
+    driver: Driver
+    cache: Path
+
+    @property
+    def kept(self) -> list[Path]:
+        return sorted((self.cache / "replayssm").iterdir())
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    made = Machine(Compiler(), Driver(), tmp_path / "cache")
+    monkeypatch.setattr(build, "nvrtc", made.nvrtc, raising=False)
+    monkeypatch.setattr(build, "driver", made.driver, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(made.cache))
+    return made
+
+
+def test_a_kernel_is_compiled_once_and_kept(machine: Machine) -> None:
+    """The second process reads what the first has compiled, for the same source, options and compiler."""
+    Program(PLAIN, 0)
+    Program(PLAIN, 0)
+    assert len(machine.nvrtc.compiled) == machine.nvrtc.destroyed == 1
+    assert machine.driver.loaded == [machine.nvrtc.code] * 2
+    assert [path.suffix for path in machine.kept] == [".cubin"], "no temporary file stays"
+    assert machine.kept[0].read_bytes() == machine.nvrtc.code
+    options = machine.nvrtc.compiled[0]
+    assert options[0] == "--gpu-architecture=sm_90"
+    assert set(PLAIN.defines()) < set(options)
+
+
+def test_what_a_kept_kernel_depends_on(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    Program(PLAIN, 0)
+    Program(replace(PLAIN, units=1), 0)
+    machine.nvrtc.version = 14
+    Program(PLAIN, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    Program(PLAIN, 0)
+    text = build.source()
+    monkeypatch.setattr(build, "source", lambda: text + "// changed")
+    Program(PLAIN, 0)
+    assert len(machine.nvrtc.compiled) == len(machine.kept) == 5
+
+
+def test_kernels_are_kept_in_the_home_folder(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(machine.cache.parent))
+    Program(PLAIN, 0)
+    assert len(list((machine.cache.parent / ".cache" / "replayssm").glob("*.cubin"))) == 1
+
+
+def test_a_folder_that_cannot_be_written(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel runs all the same; a warning names the folder."""
+    machine.cache.write_text("a file stands in the way")
+    with caplog.at_level(logging.WARNING, logger="replayssm"):
+        Program(PLAIN, 0)
+    assert machine.driver.loaded == [machine.nvrtc.code]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"replayssm: a compiled kernel can't be kept in {machine.cache / 'replayssm'}: "
+    )
+
+
+def test_the_compiler_says_why(machine: Machine) -> None:
+    """Its messages and its options are the error; nothing is kept or loaded."""
+    machine.nvrtc.status = Status.BROKEN
+    with pytest.raises(RuntimeError) as caught:
+        Program(PLAIN, 0)
+    message = str(caught.value)
+    assert message.startswith("the step kernel did not compile with --gpu-architecture=sm_90")
+    assert message.endswith(":\nstep.cu(7): error: expected a ';'")
+    assert machine.driver.loaded == []
+    assert not machine.cache.exists()
+
+
+def test_a_launch(machine: Machine) -> None:
+    """One warp a program, shared memory as the configuration has it, the parameters' bytes."""
+    program = Program(PLAIN, 0)
+    assert ("shared", PLAIN.shared_bytes) in machine.driver.attributes
+    params = Params(state=4096, R=18, scale=0.5)
+    program.launch((12, 7), params, 33)
+    assert machine.driver.launches == [
+        ("replay_step of 1", 12, 7, 1, 32, 1, 1, PLAIN.shared_bytes, 33, bytes(params))
+    ]
+    machine.driver.launch_status = Status.BROKEN
+    with pytest.raises(RuntimeError, match=r"CUDA reports BROKEN; .* choose backend='triton'"):
+        program.launch((12, 7), params, 33)
+
+
+# ---- where the backend can't run ----
+
+
+@pytest.fixture
+def gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """A machine on which the backend can run."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(build, "_not_imported", None)
+    build.missing.cache_clear()
+    yield machine
+    build.missing.cache_clear()
+
+
+def test_available(gpu: Machine) -> None:
+    assert cuda_backend.unavailable("cuda") is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "xpu"])
+def test_other_devices(gpu: Machine, device: str) -> None:
+    assert cuda_backend.unavailable(device) == "it needs an NVIDIA GPU"
+
+
+def test_amd_gpus(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls them "cuda" too."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert cuda_backend.unavailable("cuda") == "it needs an NVIDIA GPU"
+
+
+def test_without_the_bindings(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_not_imported", "No module named 'cuda'")
+    assert cuda_backend.unavailable("cuda") == (
+        "cuda.bindings can't be imported (No module named 'cuda'); pip install cuda-bindings"
+    )
+
+
+def test_without_nvrtc(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bindings load it at the first call, and say over several lines what they looked for."""
+
+    def absent() -> tuple[Status]:
+        raise RuntimeError("Failure finding libnvrtc.so.13:\n  no such file")
+
+    monkeypatch.setattr(gpu.nvrtc, "nvrtcVersion", absent)
+    assert cuda_backend.unavailable("cuda") == (
+        "NVRTC, CUDA's run-time compiler, can't be loaded (Failure finding libnvrtc.so.13: no such file); "
+        "pip install nvidia-cuda-nvrtc"
+    )
+
+
+def test_older_gpus(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert cuda_backend.unavailable("cuda") == "it needs compute capability 8.0 or higher, this GPU has 7.5"
