@@ -178,7 +178,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 def _machine_code(config: Config, arch: str) -> bytes:
     text = source()
-    options = [f"--gpu-architecture={arch}", "--std=c++17", *config.defines()]
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--disable-warnings", *config.defines()]
     version = _checked_pair(nvrtc.nvrtcVersion())
     key = hashlib.sha256("\n".join([text, str(version), *options]).encode()).hexdigest()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -33,14 +33,15 @@ constexpr int X_TERMS = KDA || ACT == 0 ? 2 : 1, RAW_TERMS = ACT == 0 ? 2 : 1, S
 // share.
 constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
 constexpr bool EVEN = V % FULL == 0, DIRECT = ONE && UNITS == 1;  // results straight from registers
-constexpr int SIDE_ROW = FULL * ACT_BYTES, SIDE_BYTES = (LR + (DELTA ? 2 : 1) * TOKENS) * SIDE_ROW;
-constexpr int MATRIX = TOKENS * TOKENS, SUMS = (MATRIX + 15) / 16 * 16;
+constexpr int SIDE_ROW = FULL * ACT_BYTES, SIDE_BYTES = (LR + TOKENS) * SIDE_ROW;
+constexpr int MATRIX = TOKENS * TOKENS, SUMS = KDA && !ONE ? (MATRIX + 15) / 16 * 16 : 0;
 constexpr int AT_SIDE = STAGES * UNIT_BYTES;
 constexpr int AT_KEYS = AT_SIDE + SIDE_BYTES, KEY_ROW = K * ACT_BYTES;  // of the history, for a flush
 constexpr int AT_SUMS = AT_KEYS + (KDA ? 0 : LR * KEY_ROW);
-constexpr int AT_SOLVE = AT_SUMS + (ONE ? 0 : 4 * (KDA ? SUMS : 2 * MATRIX)), AT_REPLY = AT_SOLVE + (ONE ? 0 : 4 * MATRIX);
-constexpr int AT_FOLD = AT_REPLY + (ONE ? 0 : 4 * MATRIX);
-constexpr int AT_SCORES = AT_FOLD + (DELTA ? 4 * LR * LR : 0);
+constexpr int AT_SOLVE = AT_SUMS + 4 * SUMS, AT_REPLY = AT_SOLVE + 4 * MATRIX;
+constexpr int AT_FOLD = AT_SOLVE;  // once the tokens' matrices are in registers
+constexpr int TOKEN_MATRICES = ONE ? 0 : 8 * MATRIX, FOLD_MATRIX = DELTA ? 4 * LR * LR : 0;
+constexpr int AT_SCORES = AT_SOLVE + (TOKEN_MATRICES > FOLD_MATRIX ? TOKEN_MATRICES : FOLD_MATRIX);
 constexpr int AT_TOTAL = AT_SCORES + (KDA ? 8 * TOKENS * LR : 0);
 constexpr int AT_DRAFT = AT_TOTAL + (KDA ? 4 * K : 0);
 constexpr int DRAFT_ROWS = 2 * TOKENS > LR ? 2 * TOKENS : LR;
@@ -432,6 +433,19 @@ DEVICE unsigned char* key_chunk(unsigned char* keys, int row, int chunk) {
     return keys + row * KEY_ROW + 16 * (chunk ^ (4 * (row & 1)) ^ ((row >> 1) & 3));
 }
 
+// This lane's part of such a row.
+DEVICE void kept_block(unsigned char* keys, int row, int c, int block, float (&x)[8]) {
+    Eight stored;
+#pragma unroll
+    for (int i = 0; i < ACT_BYTES / 2; i++)
+        stored.w[i] = *(const uint4*)key_chunk(keys, row, (4 * block + c) * (ACT_BYTES / 2) + i);
+    widen(stored, x);
+}
+DEVICE void kept_row(unsigned char* keys, int row, int c, float (&x)[4][8]) {
+#pragma unroll
+    for (int block = 0; block < 4; block++) kept_block(keys, row, c, block, x[block]);
+}
+
 // Such rows to where `to(j)` says.
 template <typename To>
 DEVICE void copy_rows(const unsigned char* side, int lane, int rows, int values, To to) {
@@ -690,25 +704,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         }
     }
 #endif
-    if (DELTA && flush) {
-#pragma unroll
-        for (int pair = 0; pair < RECORDS / 2; pair++) {
-            float rows[2][4][8];
-#pragma unroll
-            for (int n = 0; n < 2; n++) widen(raw_keys[2 * pair + n], rows[n]);
-#pragma unroll
-            for (int r = 0; r <= 2 * pair + 1; r++) {
-                float keys[4][8], d[4] = {0, 0, 0, 0};
-                widen(raw_keys[r], keys);
-                gram<RAW_TERMS>(d, rows[0], rows[1], true, keys);
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    fold[(16 * pair + g) * LR + 8 * r + 2 * c + n] = d[n];
-                    fold[(16 * pair + 8 + g) * LR + 8 * r + 2 * c + n] = d[2 + n];
-                }
-            }
-        }
-    }
     {
         float later = shuffle(old_gate, (lane + 1) & 31);
         reach = sum_from(lane == 31 ? 0.f : later, lane);
@@ -903,8 +898,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         solve_b[0][0][1] = reply_b[0][0][1] = 0.f;
     } else {
 #if RULE != 2
-        float* const kk = sums;
-        float* const qk = kk + MATRIX;
+        float* const kk = solve;  // each lane turns its cells into the system's
+        float* const qk = reply;
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -1007,6 +1002,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     // the fold's triangular system, its inverse and its factors
     float fold_factor[RECORDS][2], fold_beta[RECORDS][2];
     if (DELTA && flush) {
+        warp_sync();
         float raw_factor = record_norm;
 #if RULE == 2
         // later[d] is the key of the record d before, decayed to the record at hand
@@ -1036,6 +1032,25 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             if (lane < LR && lane <= s) fold[s * LR + s - lane] = z;
         }
 #else
+        copies_wait<0>();
+        warp_sync();
+#pragma unroll
+        for (int pair = 0; pair < RECORDS / 2; pair++) {
+            float rows[2][4][8];
+#pragma unroll
+            for (int n = 0; n < 2; n++) kept_row(kept_keys, 16 * pair + 8 * n + g, c, rows[n]);
+#pragma unroll
+            for (int r = 0; r <= 2 * pair + 1; r++) {
+                float keys[4][8], d[4] = {0, 0, 0, 0};
+                kept_row(kept_keys, 8 * r + g, c, keys);
+                gram<RAW_TERMS>(d, rows[0], rows[1], true, keys);
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    fold[(16 * pair + g) * LR + 8 * r + 2 * c + n] = d[n];
+                    fold[(16 * pair + 8 + g) * LR + 8 * r + 2 * c + n] = d[2 + n];
+                }
+            }
+        }
         raw_factor *= expf(sum_to(old_gate, lane));
 #endif
         warp_sync();
@@ -1145,11 +1160,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #if RULE == 2
                 shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
 #else
-                Eight stored;
-#pragma unroll
-                for (int i = 0; i < ACT_BYTES / 2; i++)
-                    stored.w[i] = *(const uint4*)key_chunk(kept_keys, 8 * r + g, (4 * block + c) * (ACT_BYTES / 2) + i);
-                widen(stored, keys[r]);
+                kept_block(kept_keys, 8 * r + g, c, block, keys[r]);
 #endif
             }
 #pragma unroll
@@ -1226,7 +1237,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         widen(fresh, value);
         float u[2] = {value[0], value[1]};
         if (DELTA) u[0] = one_beta * (u[0] - y[0][0]), u[1] = one_beta * (u[1] - y[0][1]);
-        warp_sync();  // the token's values are read, its outputs take their place
+        warp_sync();  // token and history are read, output and new record take their place
         if (c == 0) {
             float o[2] = {y[COLUMNS - 1][0] + answer * u[0], y[COLUMNS - 1][1] + answer * u[1]};
             if (!DELTA && p.z_in && inside) {
@@ -1235,7 +1246,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 o[0] *= z[0] * sigmoid(z[0]), o[1] *= z[1] * sigmoid(z[1]);
             }
             if (UNITS > 1) {
-                if (DELTA) store2(side_at(0, LR + TOKENS), round2(u[0], u[1]));
+                if (DELTA) store2(side_at(0), round2(u[0], u[1]));
                 store2(side_at(0, LR), round2(o[0], o[1]));
             } else if (inside) {
                 const int at = (ring_row(hist) * V + v) * ACT_BYTES;
@@ -1279,7 +1290,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             }
             split<2, false>(y, h[t], l[t]);
         }
-        warp_sync();  // the tokens' values are read, outputs take their place
+        warp_sync();  // tokens and history are read, outputs and new records take their place
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
             constexpr bool JOINT = SHARED_TILE || !DELTA;  // outputs lie in the columns of the tokens' tile
@@ -1299,7 +1310,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int s = 8 * t + 2 * c + n;
-                if (DELTA && keeps[t][n]) store2(side_at(s, LR + TOKENS), SHARED_TILE ? round2(o[n], o[2 + n]) : round2(u[n], u[2 + n]));
+                if (DELTA && keeps[t][n]) store2(side_at(s), SHARED_TILE ? round2(o[n], o[2 + n]) : round2(u[n], u[2 + n]));
                 const int query = SHARED_TILE ? s - 4 : s;
                 if (answers[t][n]) {
                     float y[2] = {o[n], o[2 + n]};
@@ -1412,6 +1423,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     warp_sync();
     copy_rows(side + LR * SIDE_ROW, lane, written, V - v_part,
               [&](int t) { return out_row + (t * p.t_out + v_part) * ACT_BYTES; });
-    if (DELTA) copy_rows(side + (LR + TOKENS) * SIDE_ROW, lane, count, V - v_part,
+    if (DELTA) copy_rows(side, lane, count, V - v_part,
                          [&](int t) { return u_ring + (ring_row(hist + t) * V + v_part) * ACT_BYTES; });
 }
