@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+import torch
 
 from replayssm.kernels import cuda_backend, registry
 from replayssm.kernels.cuda_backend import build
@@ -37,6 +38,15 @@ class EmulatedProgram:
     def launch(self, blocks: tuple[int, int], params: Params, stream: int) -> None:
         assert stream == 0
         self._library.launch(*blocks, ctypes.byref(params))
+
+    def stochastic_halves(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        """The source's rounding of fp32 `x` by int64 `words`, as fp16; both dense and of one shape."""
+        assert x.dtype is torch.float32
+        assert words.dtype is torch.int64
+        halves = torch.empty(x.shape, dtype=torch.float16)
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, words, halves)]
+        self._library.stochastic_halves(x.numel(), *pointers)
+        return halves
 
 
 @cache

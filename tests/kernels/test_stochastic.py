@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from replayssm import kernels
-from replayssm.core import Precision, Rounding
+from replayssm.core import Precision, Rounding, Rule
 from replayssm.kernels import BackendUnavailable, LayerTable, StepIndex, registry
+from replayssm.kernels.cuda_backend.build import Config
 from replayssm.kernels.torch_backend.rounding import philox, random_words, round_to_half
 from tests import oracle, support
+from tests.kernels import emulated
 from tests.support import RULES, Walk, draw, geometry, ints, make_layer, run_step, same_bits
 
 
@@ -25,13 +28,26 @@ def interpreted() -> bool:
         return False
 
 
-BACKENDS = [
-    "torch",
-    pytest.param(
-        "triton",
-        marks=[pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1"), pytest.mark.slow],
-    ),
+TRITON = pytest.param(
+    "triton",
+    marks=[pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1"), pytest.mark.slow],
+)
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.skipif(emulated.COMPILER is None, reason="the emulator needs g++"), pytest.mark.slow],
+)
+
+
+STEPS = [
+    pytest.param(*backend.values, V, K, marks=backend.marks, id=f"{backend.values[0]}-K {K}")
+    for backend, shapes in (
+        (pytest.param("torch"), [(5, 8), (3, 6)]),
+        (TRITON, [(5, 8), (3, 6)]),
+        (CUDA, [(24, 128)]),
+    )
+    for V, K in shapes
 ]
+"""Backends with value and key dimensions that they serve."""
 
 
 def seed_of(value: int) -> torch.Tensor:
@@ -88,6 +104,14 @@ def test_words_of_a_slot(seed: int) -> None:
             assert words[row, e].item() == want
 
 
+def rounded(backend: str, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """fp32 `x` in fp16 by the random `words`, as a backend does it."""
+    if backend == "torch":
+        return round_to_half(x, words)
+    config = Config(Rule.MAMBA2, 16, 1, torch.float16, torch.float32, 1, 2, 1, True)
+    return emulated.emulated_program(config, -1).stochastic_halves(x, words)
+
+
 def values() -> torch.Tensor:
     """fp32 values around every kind of fp16 value, both signs."""
     f16 = torch.tensor(
@@ -115,13 +139,14 @@ def values() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", [0, 1, 4095, 4096, 8190, 8191, None])
-def test_against_exact_arithmetic(bits: int | None) -> None:
+@pytest.mark.parametrize("backend", ["torch", CUDA])
+def test_against_exact_arithmetic(backend: str, bits: int | None) -> None:
     """Every value, with the least, the greatest and other random bits, is the neighbour it should be."""
     x = values()
     words = torch.randint(2**32, x.shape, generator=torch.Generator().manual_seed(1))
     if bits is not None:
         words = words & ~8191 | bits
-    half = round_to_half(x, words)
+    half = rounded(backend, x, words)
     assert half.dtype is torch.float16
     for value, word, got in zip(x.tolist(), words.tolist(), half.tolist(), strict=True):
         want = scalar_round(value, word)
@@ -130,13 +155,14 @@ def test_against_exact_arithmetic(bits: int | None) -> None:
         )  # fmt: skip
 
 
-def test_what_fp16_has_stays() -> None:
+@pytest.mark.parametrize("backend", ["torch", CUDA])
+def test_what_fp16_has_stays(backend: str) -> None:
     """Every finite fp16 value, infinity and NaN keep their place, whatever the random bits."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
     for bits in (0, 8191):
-        rounded = round_to_half(every.float(), torch.full(every.shape, bits))
-        assert torch.equal(rounded[~every.isnan()], every[~every.isnan()])
-        assert rounded[every.isnan()].isnan().all()
+        half = rounded(backend, every.float(), torch.full(every.shape, bits))
+        assert same_bits(half[~every.isnan()], every[~every.isnan()])
+        assert half[every.isnan()].isnan().all()
 
 
 def test_the_mean_is_the_value() -> None:
@@ -144,10 +170,10 @@ def test_the_mean_is_the_value() -> None:
     x = torch.tensor([1.0 + 1 / 4096, 1.0 + 0.9 / 1024, -100.017, 3.3 * 2.0**-24, 0.1 * 2.0**-24, -1e-5, 0.3])
     counter = torch.arange(len(x))[:, None], torch.zeros(1, dtype=torch.long)
     words = torch.stack([philox(seed_of(n), *counter, *counter[1:] * 2)[:, 0, 0] for n in range(4096)])
-    rounded = round_to_half(x.expand(4096, -1).contiguous(), words).double()
-    spread = rounded.std(0)
+    halves = round_to_half(x.expand(4096, -1).contiguous(), words).double()
+    spread = halves.std(0)
     assert (spread > 0).all()
-    assert ((rounded.mean(0) - x.double()).abs() <= 5 * spread / 64).all()
+    assert ((halves.mean(0) - x.double()).abs() <= 5 * spread / 64).all()
     nearest = x.half().double()
     assert ((nearest - x.double()).abs() > 5 * spread / 64).sum() >= 4, "rounding to nearest would pass too"
 
@@ -196,11 +222,11 @@ def folded(case: Case, slot: int, row: int, tokens: int) -> torch.Tensor:
 def stored(state: torch.Tensor, slot: int, layer: int) -> torch.Tensor:
     """An fp64 state as it is to be stored, by scalar arithmetic."""
     assert torch.equal(state.float().double(), state), "the fold is not exact in fp32"
-    rounded = [
+    halves = [
         scalar_round(value, scalar_philox(SEED, (e // 4, slot, layer, 0))[e % 4])
         for e, value in enumerate(state.flatten().tolist())
     ]
-    result = torch.tensor(rounded, dtype=torch.float16).view(state.shape)
+    result = torch.tensor(halves, dtype=torch.float16).view(state.shape)
     assert not torch.equal(result, state.half()), "rounding to nearest would pass too"
     return result
 
@@ -219,10 +245,19 @@ def advance(case: Case, walk: Walk, tokens: int, steps: int, backend: str) -> No
             walk.cache.commit(SLOTS, ints([tokens] * 3), ints([tokens] * 3))
 
 
-@pytest.mark.parametrize(("V", "K"), [(5, 8), (3, 6)], ids=["K 8", "K 6"])
+@pytest.fixture
+def served(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Backend "cuda" is emulated."""
+    if backend == "cuda":
+        emulated.serve_on_cpu(monkeypatch)
+    yield
+    registry._resolve.cache_clear()
+
+
 @pytest.mark.parametrize("tokens", [1, 2], ids=["decode", "verify"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "V", "K"), STEPS)
+@pytest.mark.usefixtures("served")
 def test_a_flush_in_a_step(backend: str, rule: str, tokens: int, V: int, K: int) -> None:
     """A step's fold stores the reference's bits, in the rows that flush and nowhere else."""
     case = exact(rule, K, V)
@@ -241,7 +276,7 @@ def test_a_flush_in_a_step(backend: str, rule: str, tokens: int, V: int, K: int)
 
 @pytest.mark.parametrize(("V", "K"), [(5, 8), (3, 6)], ids=["K 8", "K 6"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", TRITON])
 def test_materialize(backend: str, rule: str, V: int, K: int) -> None:
     """Each layer draws with its own number, for the slot that is written; a copy of no records is exact."""
     case = exact(rule, K, V)
