@@ -95,6 +95,22 @@ def test_every_cut(rule: str, units: int, V: int, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_cuts_agree(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit's bits do not depend on the units that share a program with it."""
+    runs = []
+    for units in (1, 3):
+        monkeypatch.setattr(cuda_backend, "cut", lambda *_, units=units: Cut(units))
+        layer = make_layer(small(rule), window=3, max_draft=3)
+        walk = Walk.of(layer)
+        walk.hand_out(1)
+        outs = [walk.step([1], [width], [1])[0] for width in (1, 3, 1, 1, 2, 3)]
+        walk.check()
+        runs.append([*outs, layer.state, *layer.rings.values()])
+    for one, other in zip(*runs, strict=True):
+        assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_raw_gates(rule: str) -> None:
     """Gates computed in the kernel are those that the torch backend computes, whatever their dtype."""
     layer = make_layer(small(rule), slots=2)
