@@ -101,6 +101,7 @@ def test_settings_cannot_be_changed() -> None:
             {"precision": Precision(**STOCHASTIC)},
             ["precision", "rounding 'nearest'", "no adapter", "leave rounding out"],
         ),
+        ({"precision": {"read": "fp16"}}, ["precision", "read format fp16", "both the same format"]),
         ({"backend": "tpu"}, ["backend", "'auto', 'torch', 'triton', 'cuda' or 'flashinfer'", "'tpu'"]),
     ],
 )

@@ -189,7 +189,7 @@ def test_strided_pools(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_inputs_of_any_stride(rule: str) -> None:
-    """Slices of a projection's output, off vector boundaries, give the bits that dense inputs give."""
+    """Slices of a projection off vector boundaries, and transposed inputs: the bits of dense ones."""
     layer = make_layer(small(rule), slots=2)
     walk = Walk.of(layer)
     walk.hand_out(0, 1)
@@ -199,7 +199,26 @@ def test_inputs_of_any_stride(rule: str) -> None:
         wide = torch.full((2, 2, tensor[0, 0].numel() + 3), support.NAN)
         wide[..., 3:] = tensor.flatten(2)
         sliced[name] = wide[..., 3:].unflatten(-1, tensor.shape[2:])
-    assert same_bits(*(run_step(layer, walk.cache, given, StepIndex()) for given in (inputs, sliced)))
+    turned = {name: tensor.mT.contiguous().mT for name, tensor in inputs.items()}
+    outs = []
+    for given in (inputs, sliced, turned):
+        out = torch.empty(inputs["x" if rule == "mamba2" else "v"].shape)
+        outs.append(run_step(layer, walk.cache, given, StepIndex(), out=out))
+    assert same_bits(outs[0], outs[1])
+    assert same_bits(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_rows(rule: str) -> None:
+    """A step of no rows returns `out` and writes nothing."""
+    layer = make_layer(small(rule), slots=2)
+    walk = Walk.of(layer)
+    before = [tensor.clone() for tensor in (layer.state, *layer.rings.values())]
+    inputs = draw(layer, 0, 2, walk.generator)
+    out = run_step(layer, walk.cache, inputs, StepIndex(ints([])))
+    assert out.shape == (0, 2, 4, 40)
+    for tensor, old in zip((layer.state, *layer.rings.values()), before, strict=True):
+        assert same_bits(tensor, old)
 
 
 def test_refusals() -> None:
