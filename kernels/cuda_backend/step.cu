@@ -89,13 +89,15 @@ DEVICE void split(const float (&x)[4], float (&h)[4], float (&l)[4]) {
 }
 
 // d + d_low += a @ b, both in two terms where they have them; the smaller products have a sum of their own.
-template <int A_TERMS, int B_TERMS, bool ROUNDED = false>
+// For states, in full: with second terms rounded and multiplied by each other.
+template <int A_TERMS, int B_TERMS, bool FULL_PRODUCT = false>
 DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const float (&a_low)[4],
                     const float (&b)[2]) {
     float bh[2] = {b[0], b[1]};
     if (B_TERMS == 2) {
         bh[0] = high(b[0]), bh[1] = high(b[1]);
-        float bl[2] = {rest_of<ROUNDED>(b[0], bh[0]), rest_of<ROUNDED>(b[1], bh[1])};
+        float bl[2] = {rest_of<FULL_PRODUCT>(b[0], bh[0]), rest_of<FULL_PRODUCT>(b[1], bh[1])};
+        if (A_TERMS == 2 && FULL_PRODUCT) mma(d_low, a_low, bl);
         mma(d_low, a, bl);
     }
     if (A_TERMS == 2) mma(d_low, a_low, bh);
@@ -143,6 +145,11 @@ DEVICE void four(uint4 x, int type, float (&f)[4]) {
     }
 }
 
+// To the last place or so: the machine's own is off by up to two, in every key that a fold multiplies by.
+DEVICE float inverse_root(float x) {
+    const float y = rsqrtf(x);
+    return y * fmaf(-0.5f * x * y, y, 1.5f);
+}
 DEVICE float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
@@ -648,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
         widen(raw_x[i], x[i]);
-        norm[i] = DELTA && p.l2norm ? rsqrtf(squares(x[i]) + 1e-6f) : 1.f;
+        norm[i] = DELTA && p.l2norm ? inverse_root(squares(x[i]) + 1e-6f) : 1.f;
     }
 #if TOKENS == 1
     float own = 0.f;  // the token's query times its key
@@ -662,7 +669,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         float keys[4][8];
         widen(raw_keys[r], keys);
         if (DELTA && p.l2norm) {
-            float n = shuffle(rsqrtf(squares(keys) + 1e-6f), 4 * (lane & 7));
+            float n = shuffle(inverse_root(squares(keys) + 1e-6f), 4 * (lane & 7));
             if (lane >> 3 == r) record_norm = n;
         }
 #pragma unroll
@@ -691,7 +698,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         float keys[4][8];
         widen(raw_keys[r], keys);
         if (DELTA && p.l2norm) {
-            float n = shuffle(rsqrtf(squares(keys) + 1e-6f), 4 * (lane & 7));
+            float n = shuffle(inverse_root(squares(keys) + 1e-6f), 4 * (lane & 7));
             if (lane >> 3 == r) record_norm = n;
         }
 #pragma unroll
@@ -746,7 +753,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             w[2] *= expf(gates[j].z), w[3] *= expf(gates[j].w);
         }
         const float n = scatter_sum(square, lane);
-        record_norm = p.l2norm ? rsqrtf(n + 1e-6f) : 1.f;
+        record_norm = p.l2norm ? inverse_root(n + 1e-6f) : 1.f;
         *(float4*)(total_row + 4 * lane) = make_float4(w[0], w[1], w[2], w[3]);
 
         float key[TOKENS][4], query[TOKENS][4], decay[TOKENS][4], grown[4] = {1, 1, 1, 1}, bias[4];
@@ -793,7 +800,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 square[TOKENS + t] = query[t][0] * query[t][0] + query[t][1] * query[t][1] + query[t][2] * query[t][2] + query[t][3] * query[t][3];
             }
         }
-        float z = rsqrtf(scatter_sum(square, lane) + 1e-6f);
+        float z = inverse_root(scatter_sum(square, lane) + 1e-6f);
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
             float y = shuffle(z, ONE ? i : SHARED_TILE ? g : 8 * i + g);
@@ -1163,6 +1170,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 kept_block(kept_keys, 8 * r + g, c, block, keys[r]);
 #endif
             }
+            float part[RECORDS][4];  // tensor cores cut their sums off, so they don't make long ones
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) part[r][e] = 0.f;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]}, h[4], l[4];
@@ -1170,9 +1182,13 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++) {
                     float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
-                    product<S_TERMS, X_TERMS, true>(rest[r], rest_low[r], h, l, z);
+                    product<S_TERMS, X_TERMS, true>(part[r], rest_low[r], h, l, z);
                 }
             }
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) rest[r][e] += part[r][e];
         };
 #endif
 #pragma unroll

@@ -28,7 +28,12 @@ struct uint2 { u32 x, y; };
 DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
-DEVICE float rsqrtf(float x) { return 1.f / sqrtf(x); }
+DEVICE float rsqrtf(float x) {  // off by two units in the last place, up or down, as a GPU may be
+    const float y = 1.f / sqrtf(x);
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    return y * (1.f + 2.4e-7f * (bits * 2654435761u >> 16 & 1 ? 1 : -1));
+}
 
 namespace warp {
 struct Copy { void* to; const void* from; bool inside; };
@@ -95,9 +100,14 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
     auto box = warp::box[warp::turn[lane]];
     for (int e = 0; e < 4; e++) {
         int row = g + 8 * (e / 2), column = 2 * c + e % 2;
-        double sum = d[e];  // tensor cores add exactly enough and cut the result off
-        for (int k = 0; k < 8; k++)
-            sum += (double)box[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)] * box[column * 4 + k % 4][4 + k / 4];
+        // as tensor cores add: all addends cut off two bits below the last of the largest one, then the sum
+        double addend[9] = {d[e]}, most = fabs(addend[0]), sum = 0;
+        for (int k = 0; k < 8; k++) {
+            addend[k + 1] = (double)box[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)] * box[column * 4 + k % 4][4 + k / 4];
+            most = fmax(most, fabs(addend[k + 1]));
+        }
+        const double step = most > 0 && most < INFINITY ? ldexp(1., ilogb(most) - 25) : 0;
+        for (double x : addend) sum += step ? trunc(x / step) * step : x;
         float cut = (float)sum;
         if (fabs((double)cut) > fabs(sum)) cut = nextafterf(cut, 0.f);
         d[e] = cut;
