@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +10,7 @@ BLOCK = 8192
 
 
 @triton.jit
-def _sum_blocks(source: Any, target: Any, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_blocks(source, target, block: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.program_id(0).to(tl.int64)
     values = tl.load(source + index * block + tl.arange(0, block))
     tl.store(target + index, tl.sum(values))
