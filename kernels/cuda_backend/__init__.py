@@ -182,6 +182,9 @@ def _step(
     params.b_out, params.t_out = out.stride(0), out.stride(1)
     for name, tensor in parameters:
         if tensor is not None:
+            if tensor.data_ptr() % 16:  # KDA reads its bias by vectors
+                tensor = tensor.clone()
+                kept.append(tensor)
             setattr(params, name, tensor.data_ptr())
             setattr(params, "bias_type" if name == "dt_bias" else f"{name}_type", TYPES[tensor.dtype])
     for name, tensor, wide in (

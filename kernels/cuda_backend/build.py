@@ -147,9 +147,13 @@ class Program:
             ):
                 _checked(driver.cuFuncSetAttribute(self._function, name, value))
         self._shared = config.shared_bytes
+        self._device = device
 
     def launch(self, blocks: tuple[int, int], params: Params, stream: int) -> None:
-        """One launch; `params` are copied before the call returns."""
+        """One launch on the program's device; `params` are copied before the call returns."""
+        if torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                return self.launch(blocks, params, stream)
         pointer = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         _checked(driver.cuLaunchKernel(
             self._function, *blocks, 1, WARP, 1, 1, self._shared, stream, ctypes.addressof(pointer), 0,

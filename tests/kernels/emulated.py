@@ -30,7 +30,8 @@ class EmulatedProgram:
         source, library = folder / "step.cpp", folder / "step.so"
         source.write_text("\n".join(parts), encoding="utf-8")
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", *config.defines()]
-        subprocess.run(["g++", *flags, "-o", library, source], check=True)
+        checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+        subprocess.run(["g++", *flags, *checks, "-o", library, source], check=True)
         self._library = ctypes.CDLL(str(library))
         shutil.rmtree(folder)
         assert self._library.shared_bytes() == config.shared_bytes

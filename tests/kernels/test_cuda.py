@@ -221,6 +221,20 @@ def test_no_rows(rule: str) -> None:
         assert same_bits(tensor, old)
 
 
+def test_a_bias_off_a_vector_boundary() -> None:
+    layer = make_layer(small("kda"), slots=2)
+    walk = Walk.of(layer)
+    walk.hand_out(0, 1)
+    inputs = draw(layer, 2, 1, walk.generator)
+    per_head = torch.linspace(-1.0, 1.0, 4)
+    bias = torch.linspace(-1.0, 1.0, 4 * 128 + 1)
+    outputs = [
+        run_step(layer, walk.cache, inputs, StepIndex(), A_log=per_head, dt_bias=given)
+        for given in (bias[1:], bias[1:].clone())
+    ]
+    assert same_bits(*outputs)
+
+
 def test_refusals() -> None:
     """What it does not serve it refuses with the reason; a pool off a vector boundary too."""
     cases = (

@@ -2,7 +2,7 @@
 //
 // Every collective (shuffle, product, barrier) hands over to the next lane and returns once all lanes have
 // come to it. A lane's asynchronous copies land only when it waits for them, so a missing wait or barrier
-// shows.
+// shows. A vector off its boundary ends the process.
 
 #include <cmath>
 #include <cstdint>
@@ -22,9 +22,9 @@ typedef uint16_t u16;
 typedef uint64_t u64;
 typedef long long i64;
 
-struct float4 { float x, y, z, w; };
-struct uint4 { u32 x, y, z, w; };
-struct uint2 { u32 x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
 DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
@@ -115,6 +115,7 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
 }
 
 DEVICE void copy_async(void* to, const void* from, bool inside) {
+    if (((uintptr_t)to | (inside ? (uintptr_t)from : 0)) % 16) abort();
     warp::lanes[warp::at].groups.back().push_back({to, from, inside});
 }
 DEVICE void copies_commit() { warp::lanes[warp::at].groups.emplace_back(); }
