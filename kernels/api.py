@@ -20,6 +20,7 @@ from replayssm.kernels.checks import (
     check_seed,
     check_step,
     expect,
+    is_aligned,
     is_dense,
 )
 from replayssm.kernels.layer_table import LayerTable, RingTable
@@ -113,7 +114,7 @@ def mamba2_step(
         index.draft_lens is not None, dt_softplus or dt_bias is not None, False, z is not None, state.dtype,
         _common_dtype(x, B, C, out, out if z is None else z), batch,
         _dense(state, (x_cache, B_cache), (dt_cache,), out, index, ring_start, hist_len, A, D, dt_bias),
-        rand_seed is not None,
+        all(map(is_aligned, (state, x_cache, B_cache, out))), rand_seed is not None,
     )  # fmt: skip
     return resolve(backend, x.device, call).mamba2_step(
         state, x_cache, B_cache, dt_cache, ring_start, hist_len, x, dt, A, B, C, out, D, z, dt_bias,
@@ -197,7 +198,7 @@ def gdn_step(
         use_qk_l2norm,
         _dense(state, (u_cache, k_cache, v_cache), (g_cache, beta_cache), out, index, ring_start, hist_len,
                A_log, dt_bias),
-        rand_seed is not None,
+        all(map(is_aligned, (state, u_cache, k_cache, v_cache, out))), rand_seed is not None,
     )  # fmt: skip
     return resolve(backend, q.device, call).gdn_step(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
@@ -290,7 +291,7 @@ def kda_step(
         use_qk_l2norm,
         _dense(state, (u_cache, k_cache, g_cache, v_cache), (beta_cache,), out, index, ring_start, hist_len,
                A_log, dt_bias),
-        rand_seed is not None,
+        all(map(is_aligned, (state, u_cache, k_cache, g_cache, v_cache, out))), rand_seed is not None,
     )  # fmt: skip
     return resolve(backend, q.device, call).kda_step(
         state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
@@ -512,6 +513,7 @@ def _delta_call(
     lower_bound: bool,
     use_qk_l2norm: bool,
     dense: bool,
+    aligned: bool,
     stochastic: bool,
 ) -> StepCall:
     HV, V, K = state.shape[1:]
@@ -520,7 +522,7 @@ def _delta_call(
     return StepCall(
         rule, HV, H, V, K, R, window, tokens, index.parents is not None, index.cu_seqlens is not None,
         index.draft_lens is not None, raw_gates, lower_bound, False, state.dtype,
-        _common_dtype(q, k, v, out), batch, dense, stochastic, use_qk_l2norm,
+        _common_dtype(q, k, v, out), batch, dense, aligned, stochastic, use_qk_l2norm,
     )  # fmt: skip
 
 

@@ -47,6 +47,13 @@ def is_dense(tensor: torch.Tensor, inner: int) -> bool:
     return True
 
 
+def is_aligned(tensor: torch.Tensor, boundary: int = 16) -> bool:
+    """Whether a tensor and each entry of its first two dimensions begin on a boundary of so many bytes."""
+    size = tensor.element_size()
+    steps = [stride * size for stride, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True) if n > 1]
+    return not any(step % boundary for step in (tensor.data_ptr(), *steps))
+
+
 def check_heads(value_heads: int, key_heads: int) -> None:
     """Each key head (group) serves the same number of value heads.
 

@@ -57,6 +57,8 @@ class StepCall:
         batch: B.
         dense: states are dense within a slot, ring tensors within a head, `out` within a token, cursors,
             index and parameters altogether.
+        aligned: states and vectors of the rings begin on 16-byte boundaries in every slot and head, `out` in
+            every token.
         stochastic: folds round stochastically.
         use_qk_l2norm: the step normalises `q` and `k`; false for Mamba-2.
     """
@@ -79,6 +81,7 @@ class StepCall:
     activation_dtype: torch.dtype | None
     batch: int
     dense: bool = True
+    aligned: bool = True
     stochastic: bool = False
     use_qk_l2norm: bool = False
 

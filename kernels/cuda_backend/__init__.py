@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from replayssm.core.geometry import Rule
+from replayssm.kernels.checks import is_aligned
 from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Config, Params, missing, program
 from replayssm.kernels.cuda_backend.cut import ONE_WAVE, Cut, cut
 from replayssm.kernels.registry import StepCall
@@ -49,6 +50,10 @@ def refuses(call: StepCall) -> str | None:
         (call.tree, "it serves chains, not draft trees"),
         (call.activation_dtype is None, "it needs inputs, rings and out in one dtype"),
         (call.batch > _MOST_ROWS, f"it takes at most {_MOST_ROWS} rows, got {call.batch}"),
+        (
+            not call.aligned,
+            "it needs states, rings and out on 16-byte boundaries in every slot, head and token",
+        ),
         (not call.dense, "it needs states, rings, out, cursors, index and parameters dense"),
     )
     return next((reason for applies, reason in refusals if applies), None)
@@ -165,7 +170,7 @@ def _step(
     if batch == 0 or tokens == 0:
         return out
     lens = index.draft_lens if index.cu_seqlens is None else index.cu_seqlens
-    params.state, params.s_state = _address("state", state, 16), state.stride(0)
+    params.state, params.s_state = state.data_ptr(), state.stride(0)
     params.ring_start, params.hist_len = ring_start.data_ptr(), hist_len.data_ptr()
     kept = []  # copies live until the launch is queued
     for name, tensor, inner in inputs:
@@ -178,7 +183,7 @@ def _step(
         setattr(params, f"t_{name}", tensor.stride(1))
         if name in ("g", "beta"):
             setattr(params, f"{name}_type", TYPES[tensor.dtype])
-    params.out = _address("out", out, _vector("out", out))
+    params.out = out.data_ptr()
     params.b_out, params.t_out = out.stride(0), out.stride(1)
     for name, tensor in parameters:
         if tensor is not None:
@@ -214,37 +219,9 @@ def _step(
 
 def _rings(params: Params, rings: Sequence[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in rings:
-        setattr(params, name, _address(f"{name} ring", tensor, _vector(name, tensor)))
+        setattr(params, name, tensor.data_ptr())
         setattr(params, f"s_{name}", tensor.stride(0))
         setattr(params, f"h_{name}", tensor.stride(1))
-
-
-def _vector(name: str, tensor: torch.Tensor) -> int:
-    """Bytes that the kernel reads or writes of a tensor at once."""
-    if tensor.dim() < 4:
-        return tensor.element_size()
-    values = {"out": 2, "z": 2, "g": 4}.get(name)
-    return 16 if values is None else values * tensor.element_size()
-
-
-def _address(name: str, tensor: torch.Tensor, vector: int) -> int:
-    """The tensor's address.
-
-    Raises:
-        ValueError: it or a slot of it is not on a boundary of `vector` bytes.
-    """
-    if not _aligned(tensor, vector):
-        raise ValueError(
-            f"{name}: expected every slot on a {vector}-byte boundary for backend 'cuda', got address "
-            f"{tensor.data_ptr():#x} with strides {tensor.stride()}: align the pool, or use backend='triton'"
-        )
-    return tensor.data_ptr()
-
-
-def _aligned(tensor: torch.Tensor, vector: int) -> bool:
-    size = tensor.element_size()
-    steps = [stride * size for stride, n in zip(tensor.stride()[:2], tensor.shape[:2], strict=True) if n > 1]
-    return not any(step % vector for step in (tensor.data_ptr(), *steps))
 
 
 def _dense(name: str, tensor: torch.Tensor, inner: int) -> torch.Tensor:
@@ -254,6 +231,7 @@ def _dense(name: str, tensor: torch.Tensor, inner: int) -> torch.Tensor:
         if tensor.shape[-dim] != 1 and tensor.stride(-dim) != stride:
             return tensor.contiguous()
         stride *= tensor.shape[-dim]
-    if _aligned(tensor, _vector(name, tensor)):
+    vector = 2 if name == "z" else 4 if name == "g" else 16 // tensor.element_size()
+    if tensor.dim() < 4 or is_aligned(tensor, vector * tensor.element_size()):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

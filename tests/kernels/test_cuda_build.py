@@ -191,6 +191,16 @@ class Machine:
     nvrtc: Compiler
     driver: Driver
     cache: Path
+    current: list[int] = field(default_factory=lambda: [0])
+    entered: list[int] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """`torch.cuda.device`."""
+        self.entered.append(device)
+        self.current.append(device)
+        yield
+        self.current.pop()
 
     @property
     def kept(self) -> list[Path]:
@@ -203,7 +213,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(build, "nvrtc", made.nvrtc, raising=False)
     monkeypatch.setattr(build, "driver", made.driver, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: made.current[-1])
+    monkeypatch.setattr(torch.cuda, "device", made.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(made.cache))
     return made
@@ -278,6 +289,15 @@ def test_a_launch(machine: Machine) -> None:
     machine.driver.launch_status = Status.BROKEN
     with pytest.raises(RuntimeError, match=r"CUDA reports BROKEN; .* choose backend='triton'"):
         program.launch((12, 7), params, 33)
+
+
+def test_a_launch_on_another_device(machine: Machine) -> None:
+    """A function belongs to its device's context: that one is current during the launch, then the old one."""
+    program = Program(PLAIN, 1)
+    program.launch((1, 1), Params(), 0)
+    assert len(machine.driver.launches) == 1
+    assert machine.entered == [1, 1]
+    assert machine.current == [0]
 
 
 # ---- where the backend can't run ----

@@ -224,7 +224,7 @@ def test_what_a_step_says_of_itself(rule: str, seen: list[StepCall]) -> None:
     run_step(layer, walk.cache, inputs, StepIndex(), rand_seed=torch.tensor([1]), layer=2)
     plain = StepCall(
         Rule(rule), 4, 2, 5, 8, 10, 6, 3, False, False, False, False, False, False, torch.float16,
-        torch.bfloat16, 2, use_qk_l2norm=rule != "mamba2",
+        torch.bfloat16, 2, aligned=False, use_qk_l2norm=rule != "mamba2",
     )  # fmt: skip
     assert seen == [
         plain,
@@ -236,6 +236,28 @@ def test_what_a_step_says_of_itself(rule: str, seen: list[StepCall]) -> None:
         replace(plain, dense=False),
         replace(plain, stochastic=True),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("off", [None, "state", "k_cache", "out"])
+def test_what_is_off_a_boundary_is_said(off: str | None, seen: list[StepCall]) -> None:
+    """Pools and outputs that begin between two vectors: for a backend that reads by vectors to refuse."""
+
+    def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name != off:
+            return tensor
+        return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+
+    layer = make_layer(geometry("gdn", V=8))
+    layer = replace(
+        layer,
+        state=moved("state", layer.state),
+        rings={name: moved(name, ring) for name, ring in layer.rings.items()},
+    )
+    walk = Walk.of(layer)
+    walk.hand_out(0)
+    inputs = draw(layer, 1, 1, walk.generator)
+    run_step(layer, walk.cache, inputs, StepIndex(ints([0])), out=moved("out", torch.empty(1, 1, 4, 8)))
+    assert [call.aligned for call in seen] == [off is None]
 
 
 @pytest.mark.parametrize(
