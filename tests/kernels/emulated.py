@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -21,15 +21,20 @@ COMPILER = shutil.which("g++")
 
 
 class EmulatedProgram:
-    """A configuration's kernel, as `Program` is; blocks and lanes run one after another."""
+    """A configuration's kernel, as `Program` is; blocks and lanes run one after another.
 
-    def __init__(self, config: Config) -> None:
+    Between two meetings of the lanes each runs alone, from the first to the last or `backwards`: what
+    comes out the same in both orders does not depend on who is faster.
+    """
+
+    def __init__(self, config: Config, backwards: bool) -> None:
         kernel = Path(build.__file__).with_name("step.cu").read_text(encoding="utf-8")
         parts = ((HERE / "primitives.hpp").read_text(), kernel, (HERE / "main.hpp").read_text())
         folder = Path(mkdtemp(prefix="emulated"))
         source, library = folder / "step.cpp", folder / "step.so"
         source.write_text("\n".join(parts), encoding="utf-8")
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", *config.defines()]
+        flags += ["-DBACKWARDS"] * backwards
         checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
         subprocess.run(["g++", *flags, *checks, "-o", library, source], check=True)
         self._library = ctypes.CDLL(str(library))
@@ -51,13 +56,13 @@ class EmulatedProgram:
 
 
 @cache
-def emulated_program(config: Config, device: int) -> EmulatedProgram:
-    return EmulatedProgram(config)
+def emulated_program(config: Config, device: int, backwards: bool = False) -> EmulatedProgram:
+    return EmulatedProgram(config, backwards)
 
 
-def serve_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def serve_on_cpu(monkeypatch: pytest.MonkeyPatch, backwards: bool = False) -> None:
     """Make backend "cuda" run here, emulated."""
     monkeypatch.setitem(registry.BACKENDS, "cuda", cuda_backend.__name__)
     monkeypatch.setattr(cuda_backend, "unavailable", lambda device_type: None)
-    monkeypatch.setattr(cuda_backend, "program", emulated_program)
+    monkeypatch.setattr(cuda_backend, "program", partial(emulated_program, backwards=backwards))
     registry._resolve.cache_clear()

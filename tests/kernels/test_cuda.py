@@ -111,6 +111,23 @@ def test_cuts_agree(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("width", [1, 4, 8])
+def test_lanes_in_either_order(rule: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L22: what lanes leave for each other is there whoever comes first; a missing barrier changes bits."""
+    monkeypatch.setattr(cuda_backend, "cut", lambda *_: Cut(4))
+    outputs = []
+    for backwards in (False, True):
+        emulated.serve_on_cpu(monkeypatch, backwards)
+        walk = Walk.of(make_layer(small(rule, 64), window=8, max_draft=8), seed=width)
+        walk.hand_out(0, 1)
+        steps = [walk.step([1, 0], [width, 1], [width, 1])[0] for _ in range(9 if width == 1 else 4)]
+        outputs.append([*steps, walk.layers[0].state[:2]])
+        walk.check()
+    for up, down in zip(*outputs, strict=True):
+        assert same_bits(up, down)
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_raw_gates(rule: str) -> None:
     """Gates computed in the kernel are those that the torch backend computes, whatever their dtype."""
     layer = make_layer(small(rule), slots=2)

@@ -6,8 +6,8 @@ static void lane_main() {
     int self = warp::at;
     warp::lanes[self].done = true;
     for (int i = 1; i <= 32; i++)
-        if (!warp::lanes[(self + i) % 32].done) {
-            warp::at = (self + i) % 32;
+        if (!warp::lanes[(self + i * warp::next) % 32].done) {
+            warp::at = (self + i * warp::next) % 32;
             setcontext(&warp::lanes[warp::at].context);
         }
     setcontext(&warp::home);
@@ -30,8 +30,8 @@ extern "C" void launch(int blocks_x, int blocks_y, const Params* params) {
                 lane.context.uc_link = nullptr;
                 makecontext(&lane.context, lane_main, 0);
             }
-            warp::at = 0;
-            swapcontext(&warp::home, &warp::lanes[0].context);
+            warp::at = warp::first;
+            swapcontext(&warp::home, &warp::lanes[warp::first].context);
         }
 }
 extern "C" int shared_bytes() { return SHARED_BYTES; }

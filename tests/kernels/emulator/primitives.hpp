@@ -46,9 +46,14 @@ static Lane lanes[32];
 static ucontext_t home;
 static int at, block_x, block_y, turn[32];
 static float box[2][32][6];
+#ifdef BACKWARDS  // lanes take turns from the last one down
+constexpr int first = 31, next = 31;
+#else
+constexpr int first = 0, next = 1;
+#endif
 static void meet() {
     int from = at;
-    at = (at + 1) % 32;
+    at = (at + next) % 32;
     swapcontext(&lanes[from].context, &lanes[at].context);
 }
 }  // namespace warp
