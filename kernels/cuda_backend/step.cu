@@ -9,23 +9,24 @@
 // folds them while the unit is still in shared memory.
 //
 // Compile-time: RULE (0 Mamba-2, 1 GDN, 2 KDA), V, STATE and ACT (0 fp32, 1 bf16, 2 fp16), TOKENS (1, 4, 8
-// or 16, the most a row brings), RECORDS (8-record tiles of the window), UNITS, GROUP (value heads per key head),
-// STOCHASTIC, PROGRAMS (that a multiprocessor shall hold). The key dimension is 128.
+// or 16, the most a row brings), RECORDS (8-record tiles of the window), UNITS, GROUP (value heads per key
+// head), STOCHASTIC, PROGRAMS (that a multiprocessor shall hold). The key dimension is 128.
 //
-// Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of a unit it holds value rows 2g and 2g + 1, as rows g and
-// g + 8 of the operand. Of the key dimension it holds, in each block of 32, elements 8c .. 8c + 7; product step
-// i takes elements 2i and 2i + 1. Of a result tile it holds columns 2c and 2c + 1, which are then the operand
-// of the next product without any exchange.
+// Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of a unit it holds value rows 2g and 2g + 1, as rows g
+// and g + 8 of the operand. Of the key dimension it holds, in each block of 32, elements 8c .. 8c + 7;
+// product step i takes elements 2i and 2i + 1. Of a result tile it holds columns 2c and 2c + 1, which are
+// then the operand of the next product without any exchange.
 
 #define K 128
 constexpr bool DELTA = RULE != 0, KDA = RULE == 2;
 constexpr int STATE_BYTES = STATE == 0 ? 4 : 2, ACT_BYTES = ACT == 0 ? 4 : 2;
 constexpr int FULL = 16 * UNITS, STAGES = UNITS > 1 ? 2 : 1;
-constexpr bool SHARED_TILE = DELTA && TOKENS == 4;            // keys and queries in one tile of columns
-constexpr int TILES = TOKENS == 16 ? 2 : 1;                   // 8-token tiles
-constexpr bool ONE = TOKENS == 1;                             // fp32 lanes instead of tensor cores
-constexpr int COLUMNS = SHARED_TILE || !DELTA ? TILES : 2 * TILES;  // of queries and keys: tiles, or rows if ONE
-constexpr int PAIRS = DELTA ? TILES : 1;                      // 16-row operands made of column tiles
+constexpr bool SHARED_TILE = DELTA && TOKENS == 4;  // keys and queries in one tile of columns
+constexpr int TILES = TOKENS == 16 ? 2 : 1;         // 8-token tiles
+constexpr bool ONE = TOKENS == 1;                   // fp32 lanes instead of tensor cores
+constexpr int COLUMNS =
+    SHARED_TILE || !DELTA ? TILES : 2 * TILES;  // of queries and keys: tiles, or rows if ONE
+constexpr int PAIRS = DELTA ? TILES : 1;        // 16-row operands made of column tiles
 constexpr int LR = 8 * RECORDS;
 constexpr int X_TERMS = KDA || ACT == 0 ? 2 : 1, RAW_TERMS = ACT == 0 ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
 
@@ -51,19 +52,19 @@ constexpr int AT_RING = RING_IN_STAGE ? UNIT_BYTES : AT_END;
 constexpr int SHARED_BYTES = AT_END + (KDA && !RING_IN_STAGE ? 4 * LR * K : 0);
 
 struct Params {
-    void *state, *u, *k, *g, *v, *beta;                       // u: x of Mamba-2, k: B, g: dt
+    void *state, *u, *k, *g, *v, *beta;  // u: x of Mamba-2, k: B, g: dt
     const int *ring_start, *hist_len;
-    const void *q_in, *k_in, *v_in, *g_in, *beta_in, *z_in;   // q: C, k: B, v: x, g: dt
+    const void *q_in, *k_in, *v_in, *g_in, *beta_in, *z_in;  // q: C, k: B, v: x, g: dt
     void* out;
-    const void *A, *D, *dt_bias;                              // A: A_log of a delta rule
+    const void *A, *D, *dt_bias;  // A: A_log of a delta rule
     const void *state_indices, *ring_indices, *lens;
     const i64* rand_seed;
     i64 s_state, s_u, h_u, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta;
     i64 b_q, t_q, b_k, t_k, b_v, t_v, b_g, t_g, b_beta, t_beta, b_z, t_z, b_out, t_out;
     int R, L, T, B, pad_slot, layer;
-    int wide_state, wide_ring, wide_lens, varlen;             // int64 indices; lens are cu_seqlens
-    int g_type, beta_type, A_type, D_type, bias_type;         // as ACT
-    int turns;                                                // rows take turns, see row_in_turn; B <= 256
+    int wide_state, wide_ring, wide_lens, varlen;      // int64 indices; lens are cu_seqlens
+    int g_type, beta_type, A_type, D_type, bias_type;  // as ACT
+    int turns;                                         // rows take turns, see row_in_turn; B <= 256
     int l2norm, softplus, bounded;
     float scale, bound;
 };
@@ -277,7 +278,8 @@ DEVICE void shared_row(float* rows, int row, int c, int block, float (&x)[8]) {
 
 // d[n] += rows of `a` (and of `b`, as rows 8 to 15) times rows of `x`.
 template <int TERMS>
-DEVICE void gram(float (&d)[4], const float (&a)[4][8], const float (&b)[4][8], bool has_b, const float (&x)[4][8]) {
+DEVICE void gram(float (&d)[4], const float (&a)[4][8], const float (&b)[4][8], bool has_b,
+                 const float (&x)[4][8]) {
     float odd[4] = {0, 0, 0, 0}, d_low[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int block = 0; block < 4; block++)
@@ -361,7 +363,8 @@ DEVICE void fetch_unit(unsigned char* stage, const char* from, int rows, int lan
     for (int i = 0; i < UNIT_BYTES / 512; i++) {
         int row = STATE == 0 ? i : 2 * i + (lane >> 4);
         int chunk = STATE == 0 ? lane ^ ((row >> 1) & 1) : (lane & 15) ^ (4 * ((row >> 1) & 1));
-        copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16, EVEN || row < rows);
+        copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16,
+                   EVEN || row < rows);
     }
 }
 
@@ -384,8 +387,8 @@ DEVICE void unit_row(const unsigned char* stage, int row, int g, int c, int bloc
 }
 
 // This lane's 8 elements of a block of a unit's row, element `at` of the slot the first, as they are stored.
-DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, const float (&x)[8], i64 seed, u32 at,
-                     u32 slot, u32 layer) {
+DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, const float (&x)[8], i64 seed,
+                     u32 at, u32 slot, u32 layer) {
     unsigned char* const to = stage + row * (K * STATE_BYTES);
     if (STATE == 0) {
         *(float4*)(to + 128 * block + 16 * (2 * c + (g & 1))) = make_float4(x[0], x[1], x[2], x[3]);
@@ -404,8 +407,8 @@ DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, con
 #pragma unroll
     for (int i = 0; i < 8; i++) y[i] = narrow(x[i], STATE);
 #endif
-    *(uint4*)(to + 16 * ((4 * block + c) ^ (4 * (g & 1)))) =
-        make_uint4(y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16, y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
+    *(uint4*)(to + 16 * ((4 * block + c) ^ (4 * (g & 1)))) = make_uint4(
+        y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16, y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
 }
 
 // A unit's rows from shared memory to the checkpoint.
@@ -414,7 +417,9 @@ DEVICE void store_unit(const unsigned char* stage, char* to, int rows, int lane)
     for (int i = 0; i < UNIT_BYTES / 512; i++) {
         int row = STATE == 0 ? i : 2 * i + (lane >> 4);
         int chunk = STATE == 0 ? lane ^ ((row >> 1) & 1) : (lane & 15) ^ (4 * ((row >> 1) & 1));
-        if (EVEN || row < rows) *(uint4*)(to + i * 512 + lane * 16) = *(const uint4*)(stage + row * (K * STATE_BYTES) + chunk * 16);
+        if (EVEN || row < rows)
+            *(uint4*)(to + i * 512 + lane * 16) =
+                *(const uint4*)(stage + row * (K * STATE_BYTES) + chunk * 16);
     }
 }
 
@@ -458,8 +463,10 @@ template <typename To>
 DEVICE void copy_rows(const unsigned char* side, int lane, int rows, int values, To to) {
     constexpr int CHUNKS = FULL * ACT_BYTES / 16, PER_GROUP = ACT_BYTES;
     for (int at = lane; at < rows * CHUNKS; at += 32) {
-        int j = at / CHUNKS, chunk = at % CHUNKS, from = group_of(j, chunk / PER_GROUP) * PER_GROUP + chunk % PER_GROUP;
-        if (EVEN || chunk * (16 / ACT_BYTES) < values) *(uint4*)(to(j) + 16 * chunk) = *(const uint4*)(side + j * SIDE_ROW + 16 * from);
+        int j = at / CHUNKS, chunk = at % CHUNKS,
+            from = group_of(j, chunk / PER_GROUP) * PER_GROUP + chunk % PER_GROUP;
+        if (EVEN || chunk * (16 / ACT_BYTES) < values)
+            *(uint4*)(to(j) + 16 * chunk) = *(const uint4*)(side + j * SIDE_ROW + 16 * from);
     }
 }
 
@@ -474,7 +481,9 @@ struct Where {  // of a row: its slots, its tokens' place among packed ones and 
     int count, start, hist;
 };
 
-DEVICE i64 index_at(const void* p, int at, int wide) { return wide ? ((const i64*)p)[at] : ((const int*)p)[at]; }
+DEVICE i64 index_at(const void* p, int at, int wide) {
+    return wide ? ((const i64*)p)[at] : ((const int*)p)[at];
+}
 
 DEVICE Where locate(const Params& p, int b) {
     Where x;
@@ -504,7 +513,10 @@ DEVICE int row_in_turn(const Params& p, int lane) {
     for (int i = 0; i < 8; i++) {
         const int b = 32 * i + lane;
         slots[i] = -1;
-        if (b < p.B) slots[i] = !p.state_indices ? b : p.wide_state ? (int)((const i64*)p.state_indices)[b] : ((const int*)p.state_indices)[b];
+        if (b < p.B)
+            slots[i] = !p.state_indices ? b
+                       : p.wide_state   ? (int)((const i64*)p.state_indices)[b]
+                                        : ((const int*)p.state_indices)[b];
     }
     int history[8];
 #pragma unroll
@@ -528,7 +540,10 @@ DEVICE int row_in_turn(const Params& p, int lane) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int rows = p.B - 32 * i;
-        const u32 all = rows >= 32 ? 0xffffffffu : rows > 0 ? (1u << rows) - 1 : 0u, mask = (flush ? masks[i] : ~masks[i]) & all;
+        const u32 all = rows >= 32 ? 0xffffffffu
+                        : rows > 0 ? (1u << rows) - 1
+                                   : 0u,
+                  mask = (flush ? masks[i] : ~masks[i]) & all;
         const int n = bit_count(mask);
         if (rank >= 0 && rank < n) chosen = mask, group = 32 * i, local = rank;
         rank -= n;
@@ -559,16 +574,21 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     char* const head_state = (char*)p.state + (slot * p.s_state + (i64)head * V * K) * STATE_BYTES;
     auto issue_unit = [&](int unit, int stage) {
         int v = v_part + 16 * unit;
-        if (unit < UNITS) fetch_unit(shared_memory + stage * UNIT_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v, lane);
+        if (unit < UNITS)
+            fetch_unit(shared_memory + stage * UNIT_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v,
+                       lane);
     };
     issue_unit(0, 0);
     const bool flush = hist + count > p.L, is_record = lane < hist, is_token = lane < count;
     const bool single = RING_IN_STAGE && KDA && flush;  // the second stage has another use
     if (STAGES > 1 && !single) issue_unit(1, 1);
 
-    const char* const q_row = (const char*)p.q_in + (batch * p.b_q + first * p.t_q + (i64)key_head * K) * ACT_BYTES;
-    const char* const k_row = (const char*)p.k_in + (batch * p.b_k + first * p.t_k + (i64)key_head * K) * ACT_BYTES;
-    const char* const v_row = (const char*)p.v_in + (batch * p.b_v + first * p.t_v + (i64)head * V) * ACT_BYTES;
+    const char* const q_row =
+        (const char*)p.q_in + (batch * p.b_q + first * p.t_q + (i64)key_head * K) * ACT_BYTES;
+    const char* const k_row =
+        (const char*)p.k_in + (batch * p.b_k + first * p.t_k + (i64)key_head * K) * ACT_BYTES;
+    const char* const v_row =
+        (const char*)p.v_in + (batch * p.b_v + first * p.t_v + (i64)head * V) * ACT_BYTES;
     char* const k_ring = (char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
     char* const u_ring = (char*)p.u + (ring * p.s_u + head * p.h_u) * ACT_BYTES;
     char* const v_ring = (char*)p.v + (ring * p.s_v + head * p.h_v) * ACT_BYTES;
@@ -583,8 +603,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     float old_gate = 0.f;
     // raw values of the row's tokens, of which lane `t` has the scalars
     u32 raw_gate = 0, raw_beta = 0;
-    if (!KDA) raw_gate = fetch_scalar(p.g_in, batch * p.b_g + (first + lane) * p.t_g + head, p.g_type, is_token);
-    if (DELTA) raw_beta = fetch_scalar(p.beta_in, batch * p.b_beta + (first + lane) * p.t_beta + head, p.beta_type, is_token);
+    if (!KDA)
+        raw_gate = fetch_scalar(p.g_in, batch * p.b_g + (first + lane) * p.t_g + head, p.g_type, is_token);
+    if (DELTA)
+        raw_beta = fetch_scalar(p.beta_in, batch * p.b_beta + (first + lane) * p.t_beta + head, p.beta_type,
+                                is_token);
     const u32 raw_A = fetch_scalar(p.A, head, p.A_type, true);
     const u32 raw_bias = KDA ? 0 : fetch_scalar(p.dt_bias, head, p.bias_type, true);
     const float skip = DELTA ? 0.f : scalar(fetch_scalar(p.D, head, p.D_type, true), p.D_type);
@@ -610,8 +633,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     const float old_beta = DELTA && flush && is_record ? beta_ring[ring_row(lane)] : 0.f;
 
     unsigned char* const side = shared_memory + AT_SIDE;
-    fetch_rows<LR>(side, lane, V - v_part, [&](int j) { return u_ring + (ring_row(j) * V + v_part) * ACT_BYTES; },
-                   [&](int j) { return j < hist; });
+    fetch_rows<LR>(
+        side, lane, V - v_part, [&](int j) { return u_ring + (ring_row(j) * V + v_part) * ACT_BYTES; },
+        [&](int j) { return j < hist; });
     unsigned char* const kept_keys = shared_memory + AT_KEYS;
     if (!KDA && flush) {
 #pragma unroll
@@ -620,8 +644,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             copy_async(key_chunk(kept_keys, j, chunk), k_ring + ring_row(j) * KEY_ROW + 16 * chunk, j < hist);
         }
     }
-    fetch_rows<TOKENS>(side + LR * SIDE_ROW, lane, V - v_part,
-                       [&](int t) { return v_row + (t * p.t_v + v_part) * ACT_BYTES; }, [&](int t) { return t < count; });
+    fetch_rows<TOKENS>(
+        side + LR * SIDE_ROW, lane, V - v_part,
+        [&](int t) { return v_row + (t * p.t_v + v_part) * ACT_BYTES; }, [&](int t) { return t < count; });
     copies_commit();
 
     // gates of token `lane`
@@ -645,7 +670,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 
     // the columns, queries and keys of the tokens; their scores against each record, and against each other
     float x[COLUMNS][4][8], norm[COLUMNS], ring_b[COLUMNS][RECORDS][2];
-    float record_norm = 1.f, reach = 0.f, total = 1.f, path = 0.f;  // of record `lane`; of the checkpoint; of token `lane`
+    float record_norm = 1.f, reach = 0.f, total = 1.f,
+          path = 0.f;  // of record `lane`; of the checkpoint; of token `lane`
     float* const sums = (float*)(shared_memory + AT_SUMS);
     float* const total_row = (float*)(shared_memory + AT_TOTAL);
     float* const draft_rows = (float*)(shared_memory + AT_DRAFT);
@@ -690,7 +716,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int pair = 0; pair < PAIRS; pair++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) pair_d[pair][t][e] = 0.f;
-            gram<RAW_TERMS>(pair_d[pair][t], x[pair], x[TWO ? (DELTA ? TILES + pair : 1) : 0], TWO, DELTA ? x[t] : drafts);
+            gram<RAW_TERMS>(pair_d[pair][t], x[pair], x[TWO ? (DELTA ? TILES + pair : 1) : 0], TWO,
+                            DELTA ? x[t] : drafts);
         }
     }
 #pragma unroll
@@ -732,7 +759,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int t = 0; t < TOKENS; t++) {
             raw_k[t] = load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, t < count);
             raw_q[t] = load4(q_row + (t * p.t_q + 4 * lane) * ACT_BYTES, t < count);
-            raw_g[t] = fetch_four(p.g_in, batch * p.b_g + (first + t) * p.t_g + (i64)head * K + 4 * lane, p.g_type, t < count);
+            raw_g[t] = fetch_four(p.g_in, batch * p.b_g + (first + t) * p.t_g + (i64)head * K + 4 * lane,
+                                  p.g_type, t < count);
         }
         const uint4 channel_bias = fetch_four(p.dt_bias, (i64)head * K + 4 * lane, p.bias_type, true);
 #pragma unroll
@@ -748,7 +776,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             square[j] = f[0] * f[0] + f[1] * f[1] + f[2] * f[2] + f[3] * f[3];
 #pragma unroll
             for (int e = 0; e < 4; e++) tilde[j][e] = f[e] * w[e];
-            if (flush) chunk_of(ring_keys, j, lane) = make_float4(tilde[j][0], tilde[j][1], tilde[j][2], tilde[j][3]);
+            if (flush)
+                chunk_of(ring_keys, j, lane) =
+                    make_float4(tilde[j][0], tilde[j][1], tilde[j][2], tilde[j][3]);
             w[0] *= expf(gates[j].x), w[1] *= expf(gates[j].y);
             w[2] *= expf(gates[j].z), w[3] *= expf(gates[j].w);
         }
@@ -781,7 +811,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     grown[e] *= decay[t][e];
                 }
                 if (owns_gates)
-                    *(float4*)(g_ring + row * K + 4 * lane) = make_float4(log_decay[0], log_decay[1], log_decay[2], log_decay[3]);
+                    *(float4*)(g_ring + row * K + 4 * lane) =
+                        make_float4(log_decay[0], log_decay[1], log_decay[2], log_decay[3]);
                 if (owns_keys) store4(k_ring + (row * K + 4 * lane) * ACT_BYTES, raw_k[t]);
 #pragma unroll
                 for (int query_too = 0; query_too < 2; query_too++) {
@@ -790,14 +821,18 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     for (int e = 0; e < 4; e++) y[e] = (query_too ? query[t][e] : key[t][e]) * grown[e];
 #pragma unroll
                     for (int j = 0; j < LR; j++)
-                        dots[j] = y[0] * tilde[j][0] + y[1] * tilde[j][1] + y[2] * tilde[j][2] + y[3] * tilde[j][3];
+                        dots[j] =
+                            y[0] * tilde[j][0] + y[1] * tilde[j][1] + y[2] * tilde[j][2] + y[3] * tilde[j][3];
                     float z = scatter_sum(dots, lane);
                     int column = query_too * TOKENS + t;
                     if (lane < LR) scores[column * LR + lane] = z;
-                    chunk_of(draft_rows, column, lane) = make_float4(y[0] * w[0], y[1] * w[1], y[2] * w[2], y[3] * w[3]);
+                    chunk_of(draft_rows, column, lane) =
+                        make_float4(y[0] * w[0], y[1] * w[1], y[2] * w[2], y[3] * w[3]);
                 }
-                square[t] = key[t][0] * key[t][0] + key[t][1] * key[t][1] + key[t][2] * key[t][2] + key[t][3] * key[t][3];
-                square[TOKENS + t] = query[t][0] * query[t][0] + query[t][1] * query[t][1] + query[t][2] * query[t][2] + query[t][3] * query[t][3];
+                square[t] = key[t][0] * key[t][0] + key[t][1] * key[t][1] + key[t][2] * key[t][2] +
+                            key[t][3] * key[t][3];
+                square[TOKENS + t] = query[t][0] * query[t][0] + query[t][1] * query[t][1] +
+                                     query[t][2] * query[t][2] + query[t][3] * query[t][3];
             }
         }
         float z = inverse_root(scatter_sum(square, lane) + 1e-6f);
@@ -808,7 +843,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         }
 #if TOKENS > 1
         if (count == 1) {
-            float y = query[0][0] * key[0][0] + query[0][1] * key[0][1] + query[0][2] * key[0][2] + query[0][3] * key[0][3];
+            float y = query[0][0] * key[0][0] + query[0][1] * key[0][1] + query[0][2] * key[0][2] +
+                      query[0][3] * key[0][3];
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) y += shuffle_xor(y, d);
             if (lane == 0) sums[0] = y;
@@ -821,8 +857,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 for (int s = j; s < TOKENS; s++) {
 #pragma unroll
                     for (int query_too = s == j; query_too < 2; query_too++) {
-                        const int at = s == j ? j + 2 * j * (TOKENS - 1) - j * (j - 1)
-                                              : j + 2 * j * (TOKENS - 1) - j * (j - 1) + 1 + 2 * (s - j - 1) + query_too;
+                        const int at =
+                            s == j ? j + 2 * j * (TOKENS - 1) - j * (j - 1)
+                                   : j + 2 * j * (TOKENS - 1) - j * (j - 1) + 1 + 2 * (s - j - 1) + query_too;
                         const float* f = query_too ? query[s] : key[s];
                         if (s > j && query_too == 0)
 #pragma unroll
@@ -837,7 +874,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             }
         }
 #else
-        own = query[0][0] * key[0][0] + query[0][1] * key[0][1] + query[0][2] * key[0][2] + query[0][3] * key[0][3];
+        own = query[0][0] * key[0][0] + query[0][1] * key[0][1] + query[0][2] * key[0][2] +
+              query[0][3] * key[0][3];
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) own += shuffle_xor(own, d);
 #endif
@@ -855,7 +893,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                for (int n = 0; n < 2; n++) ring_b[i][r][n] = used ? scores[column * LR + 8 * r + 2 * c + n] : 0.f;
+                for (int n = 0; n < 2; n++)
+                    ring_b[i][r][n] = used ? scores[column * LR + 8 * r + 2 * c + n] : 0.f;
         }
         warp_sync();
     }
@@ -991,7 +1030,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 for (int n = 0; n < 2; n++) {
                     const int at = 8 * j + 2 * c + n;
                     if (SHARED_TILE) {
-                        solve_b[s][j][n] = c < 2 ? (g < 4 ? solve : reply)[(g & 3) * TOKENS + at % TOKENS] : 0.f;
+                        solve_b[s][j][n] =
+                            c < 2 ? (g < 4 ? solve : reply)[(g & 3) * TOKENS + at % TOKENS] : 0.f;
                     } else {
                         const bool inside = 8 * s + g < TOKENS && at < TOKENS;
                         const int cell = inside ? (8 * s + g) * TOKENS + at : 0;
@@ -1029,12 +1069,14 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             for (int d = LR - 1; d > 0; d--) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) later[d][e] = later[d - 1][e] * decay[e];
-                dots[d] = later[d][0] * key[0] + later[d][1] * key[1] + later[d][2] * key[2] + later[d][3] * key[3];
+                dots[d] =
+                    later[d][0] * key[0] + later[d][1] * key[1] + later[d][2] * key[2] + later[d][3] * key[3];
             }
             dots[0] = 0.f;
 #pragma unroll
             for (int e = 0; e < 4; e++) later[0][e] = key[e], w[e] *= decay[e];
-            chunk_of(draft_rows, s, lane) = make_float4(key[0] * w[0], key[1] * w[1], key[2] * w[2], key[3] * w[3]);
+            chunk_of(draft_rows, s, lane) =
+                make_float4(key[0] * w[0], key[1] * w[1], key[2] * w[2], key[3] * w[3]);
             const float z = scatter_sum(dots, lane);
             if (lane < LR && lane <= s) fold[s * LR + s - lane] = z;
         }
@@ -1100,7 +1142,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     // records of the row's keys
     if (owns_keys && !KDA)
         for (int t = 0; t < count; t++)
-            store4(k_ring + (ring_row(hist + t) * K + 4 * lane) * ACT_BYTES, load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, true));
+            store4(k_ring + (ring_row(hist + t) * K + 4 * lane) * ACT_BYTES,
+                   load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, true));
 
 #if TOKENS > 1
     bool keeps[TILES][2], answers[TILES][2];  // which records and outputs the lane has
@@ -1132,8 +1175,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         else copies_wait<STAGES - 1>();
         warp_sync();
         if (unit == 0 && !DIRECT) {
-            copy_rows(side + LR * SIDE_ROW, lane, count, V - v_part,
-                      [&](int t) { return (DELTA ? v_ring : u_ring) + (ring_row(hist + t) * V + v_part) * ACT_BYTES; });
+            copy_rows(side + LR * SIDE_ROW, lane, count, V - v_part, [&](int t) {
+                return (DELTA ? v_ring : u_ring) + (ring_row(hist + t) * V + v_part) * ACT_BYTES;
+            });
             warp_sync();
         }
 
@@ -1177,7 +1221,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 for (int e = 0; e < 4; e++) part[r][e] = 0.f;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]}, h[4], l[4];
+                float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]}, h[4],
+                      l[4];
                 split<S_TERMS, true>(y, h, l);
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++) {
@@ -1207,7 +1252,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #else
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]}, h[4], l[4];
+                float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]}, h[4],
+                      l[4];
                 split<S_TERMS, false>(y, h, l);
 #pragma unroll
                 for (int n = 0; n < COLUMNS; n++) {
@@ -1258,7 +1304,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             float o[2] = {y[COLUMNS - 1][0] + answer * u[0], y[COLUMNS - 1][1] + answer * u[1]};
             if (!DELTA && p.z_in && inside) {
                 float z[2];
-                widen(load2((const char*)p.z_in + (batch * p.b_z + first * p.t_z + (i64)head * V + v) * ACT_BYTES), z);
+                widen(load2((const char*)p.z_in +
+                            (batch * p.b_z + first * p.t_z + (i64)head * V + v) * ACT_BYTES),
+                      z);
                 o[0] *= z[0] * sigmoid(z[0]), o[1] *= z[1] * sigmoid(z[1]);
             }
             if (UNITS > 1) {
@@ -1326,7 +1374,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int s = 8 * t + 2 * c + n;
-                if (DELTA && keeps[t][n]) store2(side_at(s), SHARED_TILE ? round2(o[n], o[2 + n]) : round2(u[n], u[2 + n]));
+                if (DELTA && keeps[t][n])
+                    store2(side_at(s), SHARED_TILE ? round2(o[n], o[2 + n]) : round2(u[n], u[2 + n]));
                 const int query = SHARED_TILE ? s - 4 : s;
                 if (answers[t][n]) {
                     float y[2] = {o[n], o[2 + n]};
@@ -1360,7 +1409,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         widen(kept[r][n], raw);
 #pragma unroll
                         for (int e = 0; e < 2; e++)
-                            y[2 * n + e] = fold_beta[r][n] * (raw[e] - fold_factor[r][n] * (rest[r][2 * e + n] + rest_low[r][2 * e + n]));
+                            y[2 * n + e] =
+                                fold_beta[r][n] *
+                                (raw[e] - fold_factor[r][n] * (rest[r][2 * e + n] + rest_low[r][2 * e + n]));
                     }
                     split<2, true>(y, rh[r], rl[r]);
                 }
@@ -1375,7 +1426,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     }
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        y[e] = (u[2 * (e & 1) + (e >> 1)] + u_low[2 * (e & 1) + (e >> 1)]) * record_weight[t][e >> 1];
+                        y[e] = (u[2 * (e & 1) + (e >> 1)] + u_low[2 * (e & 1) + (e >> 1)]) *
+                               record_weight[t][e >> 1];
                     split<2, true>(y, fh[t], fl[t]);
                 }
             } else {
@@ -1399,7 +1451,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         keys[r][n][0] = y.x, keys[r][n][1] = y.y, keys[r][n][2] = y.z, keys[r][n][3] = y.w;
 #else
                         const int at = (32 * block + 4 * g) * ACT_BYTES;
-                        widen(load4(key_chunk(kept_keys, 8 * r + 2 * c + n, at / 16) + at % 16, true), keys[r][n]);
+                        widen(load4(key_chunk(kept_keys, 8 * r + 2 * c + n, at / 16) + at % 16, true),
+                              keys[r][n]);
 #endif
                     }
 #pragma unroll
@@ -1423,8 +1476,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 }
 #pragma unroll
                 for (int r = 0; r < 2; r++)
-                    keep_row(tile_at, 2 * g + r, g, c, block, tile[r], seed, (u32)((head * V + v + r) * K + 32 * block + 8 * c),
-                             (u32)slot, (u32)p.layer);
+                    keep_row(tile_at, 2 * g + r, g, c, block, tile[r], seed,
+                             (u32)((head * V + v + r) * K + 32 * block + 8 * c), (u32)slot, (u32)p.layer);
             }
             warp_sync();
             store_unit(tile_at, head_state + (i64)(v - 2 * g) * (K * STATE_BYTES), V - v + 2 * g, lane);
@@ -1439,6 +1492,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     warp_sync();
     copy_rows(side + LR * SIDE_ROW, lane, written, V - v_part,
               [&](int t) { return out_row + (t * p.t_out + v_part) * ACT_BYTES; });
-    if (DELTA) copy_rows(side, lane, count, V - v_part,
-                         [&](int t) { return u_ring + (ring_row(hist + t) * V + v_part) * ACT_BYTES; });
+    if (DELTA)
+        copy_rows(side, lane, count, V - v_part,
+                  [&](int t) { return u_ring + (ring_row(hist + t) * V + v_part) * ACT_BYTES; });
 }

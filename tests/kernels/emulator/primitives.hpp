@@ -22,9 +22,15 @@ typedef uint16_t u16;
 typedef uint64_t u64;
 typedef long long i64;
 
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(16) uint4 { u32 x, y, z, w; };
-struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(16) uint4 {
+    u32 x, y, z, w;
+};
+struct alignas(8) uint2 {
+    u32 x, y;
+};
 DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
@@ -36,7 +42,11 @@ DEVICE float rsqrtf(float x) {  // off by two units in the last place, up or dow
 }
 
 namespace warp {
-struct Copy { void* to; const void* from; bool inside; };
+struct Copy {
+    void* to;
+    const void* from;
+    bool inside;
+};
 struct Lane {
     ucontext_t context;
     std::vector<std::vector<Copy>> groups{1};
@@ -61,10 +71,27 @@ static void meet() {
 DEVICE int lane_id() { return warp::at; }
 DEVICE int grid_x() { return warp::block_x; }
 DEVICE int grid_y() { return warp::block_y; }
-DEVICE u32 bits(float x) { u32 y; memcpy(&y, &x, 4); return y; }
-DEVICE float real(u32 x) { float y; memcpy(&y, &x, 4); return y; }
-DEVICE float half_to_float(u16 x) { _Float16 y; memcpy(&y, &x, 2); return (float)y; }
-DEVICE u16 float_to_half(float x) { _Float16 y = (_Float16)x; u16 z; memcpy(&z, &y, 2); return z; }
+DEVICE u32 bits(float x) {
+    u32 y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+DEVICE float real(u32 x) {
+    float y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+DEVICE float half_to_float(u16 x) {
+    _Float16 y;
+    memcpy(&y, &x, 2);
+    return (float)y;
+}
+DEVICE u16 float_to_half(float x) {
+    _Float16 y = (_Float16)x;
+    u16 z;
+    memcpy(&z, &y, 2);
+    return z;
+}
 DEVICE u16 float_to_bfloat(float x) {
     u32 y = bits(x);
     if (x != x) return 0x7fff;
@@ -108,7 +135,8 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
         // as tensor cores add: all addends cut off two bits below the last of the largest one, then the sum
         double addend[9] = {d[e]}, most = fabs(addend[0]), sum = 0;
         for (int k = 0; k < 8; k++) {
-            addend[k + 1] = (double)box[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)] * box[column * 4 + k % 4][4 + k / 4];
+            addend[k + 1] =
+                (double)box[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)] * box[column * 4 + k % 4][4 + k / 4];
             most = fmax(most, fabs(addend[k + 1]));
         }
         const double step = most > 0 && most < INFINITY ? ldexp(1., ilogb(most) - 25) : 0;
