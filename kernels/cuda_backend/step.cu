@@ -690,21 +690,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         if (!DELTA) widen(raw_draft, drafts);
         own = dot(DELTA ? x[0] : drafts, x[COLUMNS - 1]);
     }
-#pragma unroll
-    for (int r = 0; r < RECORDS; r++) {
-        float keys[4][8];
-        widen(raw_keys[r], keys);
-        if (DELTA && p.l2norm) {
-            float n = shuffle(inverse_root(squares(keys) + 1e-6f), 4 * (lane & 7));
-            if (lane >> 3 == r) record_norm = n;
-        }
-#pragma unroll
-        for (int i = 0; i < COLUMNS; i++) {
-            float y = dot(x[i], keys);
-#pragma unroll
-            for (int n = 0; n < 2; n++) ring_b[i][r][n] = shuffle(y, 4 * (2 * c + n));
-        }
-    }
 #else
     float pair_d[PAIRS][TILES][4];
     constexpr bool TWO = COLUMNS > 1;
@@ -720,6 +705,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                             DELTA ? x[t] : drafts);
         }
     }
+#endif
 #pragma unroll
     for (int r = 0; r < RECORDS; r++) {
         float keys[4][8];
@@ -728,6 +714,14 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             float n = shuffle(inverse_root(squares(keys) + 1e-6f), 4 * (lane & 7));
             if (lane >> 3 == r) record_norm = n;
         }
+#if TOKENS == 1
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) {
+            float y = dot(x[i], keys);
+#pragma unroll
+            for (int n = 0; n < 2; n++) ring_b[i][r][n] = shuffle(y, 4 * (2 * c + n));
+        }
+#else
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
             const int high_tile = TWO ? (DELTA ? TILES + pair : 1) : 0;
@@ -736,8 +730,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             ring_b[pair][r][0] = d[0], ring_b[pair][r][1] = d[1];
             if (TWO) ring_b[high_tile][r][0] = d[2], ring_b[high_tile][r][1] = d[3];
         }
-    }
 #endif
+    }
     {
         float later = shuffle(old_gate, (lane + 1) & 31);
         reach = sum_from(lane == 31 ? 0.f : later, lane);
