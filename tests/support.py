@@ -426,6 +426,37 @@ class Walk:
             limit.flushes += 1
 
 
+def check_strided_pools(geo: LayerGeometry) -> None:
+    """States and rings as slices of larger allocations give the same bits, and nothing else moves."""
+    layer = make_layer(geo, slots=3, window=3, max_draft=2)
+    wide = torch.full((3, 2, *layer.state.shape[1:]), NAN)
+    rings = {name: torch.cat([ring] * 2, 1)[:, : ring.shape[1]] for name, ring in layer.rings.items()}
+    outputs = []
+    for buffers in (layer, LayerBuffers(layer.layout, wide[:, 1], rings, layer.A)):
+        walk = Walk.of(buffers, seed=1)
+        walk.hand_out(0, 2)
+        outputs.append([walk.step([2, 0], [2, 1], [1, 1], index_dtype=torch.int64)[0] for _ in range(3)])
+        walk.check()
+    for dense, other in zip(*outputs, strict=True):
+        assert same_bits(dense, other)
+    assert wide[:, 0].isnan().all()
+
+
+def check_saturation(geo: LayerGeometry, state: torch.dtype) -> None:
+    """A state that grows without bound stays finite: fp16 at its largest value."""
+    layer = make_layer(geo, window=2, max_draft=1, state=state)
+    walk = Walk.of(layer)
+    walk.hand_out(0)
+    layer.state.fill_(torch.finfo(state).max if state is torch.float16 else 1.0)
+    for _ in range(4):
+        inputs = draw(layer, 1, 1, walk.generator)
+        inputs["x" if "x" in inputs else "v"] *= 1e6
+        run_step(layer, walk.cache, inputs, StepIndex(ints([0])))
+        walk.cache.commit(ints([0]), ints([1]), ints([1]))
+    assert layer.state[0].isfinite().all()
+    assert state is not torch.float16 or layer.state[0].abs().max() == torch.finfo(state).max
+
+
 READS = (
     "_local_scalar_dense",
     "nonzero",

@@ -88,8 +88,9 @@ class Contestant(ABC):
         """Launch shapes or algorithms to choose from, the default first."""
         return ["default"]
 
-    def select(self, shape: str) -> None:  # noqa: B027
+    def select(self, shape: str) -> None:
         """Take one of `shapes`."""
+        assert shape == "default", shape
 
     def load(self) -> None:  # noqa: B027
         """Take over the inputs' present values, where it keeps copies in a layout of its own."""

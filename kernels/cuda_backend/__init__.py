@@ -1,7 +1,9 @@
 """The `cuda` backend: the step as CUDA C++, compiled at first use; for chains on NVIDIA GPUs.
 
 It serves what the models that people run ask for, and refuses the rest: key dimension 128, at most 16
-tokens a row (KDA: 8), windows to 32 (KDA: 16), no draft trees. `step.cu` says how it works.
+tokens a row (KDA: 8), windows to 32 (KDA: 16), no draft trees. `step.cu` says how it works. A step is one
+launch a layer, without allocation or synchronisation as long as inputs are dense over heads and channels and
+begin on vector boundaries; inputs that do not are copied first.
 """
 
 from __future__ import annotations

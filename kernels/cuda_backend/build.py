@@ -38,7 +38,9 @@ UNIT = 16
 KEY_DIM = 128
 WARP = 32
 SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory of a Hopper multiprocessor."""
 SHARED_RESERVED = 1024
+"""Of these, what each program costs besides its own."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Config:
 
     @property
     def programs(self) -> int:
-        """Programs that a multiprocessor can hold at a time, which bounds their registers."""
+        """Programs that a multiprocessor holds at a time: as many as keep their registers out of memory."""
         most = 10 if self.rule is Rule.MAMBA2 and self.tokens <= 4 else 8
         return min(SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED), most)
 

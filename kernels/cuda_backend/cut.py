@@ -19,7 +19,7 @@ class Cut:
 
 
 ONE_WAVE = 1024
-"""Programs that a large GPU runs at a time, about."""
+"""Programs that a large GPU runs at a time, about; a rule of thumb, no table of measured shapes."""
 LARGE = 8 * ONE_WAVE
 
 

@@ -34,7 +34,9 @@ def struct_fields(text: str) -> list[tuple[str, type]]:
     types = {"int": ctypes.c_int, "i64": ctypes.c_int64, "float": ctypes.c_float}
     members = []
     for declaration in filter(None, map(str.strip, body.split(";"))):
-        kind, names = re.fullmatch(r"(?:const )?(\w+)\b(.*)", declaration, re.DOTALL).groups()  # type: ignore[union-attr]
+        parts = re.fullmatch(r"(?:const )?(\w+)\b(.*)", declaration, re.DOTALL)
+        assert parts is not None
+        kind, names = parts.groups()
         for name in names.split(","):
             pointer, plain = "*" in name, name.strip(" *\n")
             assert pointer or kind in types, f"{plain} has the unknown type {kind}"

@@ -13,7 +13,7 @@ import torch
 from replayssm import kernels
 from replayssm.kernels import BackendUnavailable, StepIndex
 from tests import oracle, support
-from tests.support import RULES, Walk, draw, geometry, ints, make_layer, run_step, same_bits
+from tests.support import RULES, Walk, draw, geometry, ints, make_layer, run_step
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 pytestmark = [
@@ -130,41 +130,13 @@ def test_low_activations(rule: str, act: torch.dtype) -> None:
 @pytest.mark.parametrize("state", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_low_checkpoints(rule: str, state: torch.dtype) -> None:
     """L24: the flush rounds once; fp16 saturates at its largest value instead of overflowing."""
-    layer = make_layer(geometry(rule), window=2, max_draft=1, state=state)
-    walk = Walk.of(layer)
-    walk.hand_out(0)
-    layer.state.fill_(torch.finfo(state).max if state is torch.float16 else 1.0)
-    for _ in range(4):
-        inputs = draw(layer, 1, 1, walk.generator)
-        if "x" in inputs:
-            inputs["x"] *= 1e6
-        else:
-            inputs["v"] *= 1e6
-        run_step(layer, walk.cache, inputs, StepIndex(ints([0])))
-        walk.cache.commit(ints([0]), ints([1]), ints([1]))
-    assert layer.state[0].isfinite().all()
+    support.check_saturation(geometry(rule), state)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_strided_pools(rule: str) -> None:
-    """L10: states and rings as slices of larger allocations give the same bits, and nothing else moves."""
-    layer = make_layer(small(rule), slots=3, window=3, max_draft=2)
-    wide = torch.full((3, 2, *layer.state.shape[1:]), support.NAN)
-    strided = support.LayerBuffers(
-        layer.layout,
-        wide[:, 1],
-        {name: torch.cat([ring] * 2, 1)[:, : ring.shape[1]] for name, ring in layer.rings.items()},
-        layer.A,
-    )
-    outputs = []
-    for buffers in (layer, strided):
-        walk = Walk.of(buffers, seed=1)
-        walk.hand_out(0, 2)
-        outputs.append([walk.step([2, 0], [2, 1], [1, 1])[0] for _ in range(3)])
-        walk.check()
-    for dense, other in zip(*outputs, strict=True):
-        assert same_bits(dense, other)
-    assert wide[:, 0].isnan().all()
+    """L10: slices of larger allocations."""
+    support.check_strided_pools(small(rule))
 
 
 def test_unavailable_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def covering(rule: Rule) -> list[Case]:
     }
     rows = pairwise(factors, fits)
     models = itertools.cycle(GEOMETRIES[rule])
-    return [Case(next(models), **row) for row in rows]  # type: ignore[arg-type]
+    return [Case(next(models), **row) for row in rows]
 
 
 CASES = [case for rule in Rule for case in covering(rule)]
