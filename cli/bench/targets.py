@@ -96,8 +96,8 @@ class Outcome:
 
     @property
     def met(self) -> bool:
-        """Whether it is met, to the two decimals that targets have."""
-        return self.reached is not None and round(self.reached, 2) >= round(self.target.least, 2)
+        """Whether it is met."""
+        return self.reached is not None and self.reached >= self.target.least
 
 
 Times = Mapping[str, Mapping[str, Mapping[str, Any]]]

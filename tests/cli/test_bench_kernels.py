@@ -422,3 +422,9 @@ def test_the_command_lists_its_options() -> None:
     result = CliRunner().invoke(app, ["bench", "kernels", "--help"])
     assert result.exit_code == 0
     assert "--peers" in result.stdout
+
+
+@pytest.mark.parametrize(("reached", "met"), [(1.8999, False), (1.9, True), (None, False)])
+def test_a_target_is_not_met_by_rounding(reached: float | None, met: bool) -> None:
+    target = next(target for target in targets.TARGETS if target.least == 1.90)
+    assert targets.Outcome(target, target.cases[0], reached, "sglang").met is met
