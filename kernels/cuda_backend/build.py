@@ -55,6 +55,7 @@ class Config:
     tokens: int
     records: int
     units: int
+    heads: int
     stochastic: bool
 
     def defines(self) -> list[str]:
@@ -62,7 +63,7 @@ class Config:
         values = {
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
             "STATE": TYPES[self.state_dtype], "ACT": TYPES[self.activation_dtype], "TOKENS": self.tokens,
-            "RECORDS": self.records, "UNITS": self.units,
+            "RECORDS": self.records, "UNITS": self.units, "HEADS": self.heads,
             "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in values.items()]

@@ -251,18 +251,18 @@ def materialize(
         strides = [state.stride(0)]
         for ring in used:
             strides += [ring.stride(0), ring.stride(1)]
-        tile, records = max(min(power(V), 32), 16), max(power(window), 16)
+        tile = max(min(power(V), 32), 16)
         grid = (HV * triton.cdiv(V, tile), batch, len(group.table))
         if layers.rule is Rule.MAMBA2:
             mamba2.materialize[grid](
                 group.table, *buffers.values(), *rows, rand_seed, layer, *strides, R,
-                H=HV, G=H, P=V, N=K, BP=tile, **_cut("NN", "NI", K), BL=records, ALIGNED=group.aligned,
+                H=HV, G=H, P=V, N=K, BP=tile, **_cut("NN", "NI", K), ALIGNED=group.aligned,
                 STOCHASTIC=rand_seed is not None,
             )  # fmt: skip
         else:
             delta.materialize[grid](
                 group.table, *buffers.values(), *rows, rand_seed, layer, *strides, R,
-                HV=HV, H=H, V=V, K=K, BV=tile, **_cut("NK", "KI", K), BL=records,
+                HV=HV, H=H, V=V, K=K, BV=tile, **_cut("NK", "KI", K),
                 PER_CHANNEL=layers.rule is Rule.KDA, L2NORM=use_qk_l2norm, ALIGNED=group.aligned,
                 STOCHASTIC=rand_seed is not None,
             )  # fmt: skip

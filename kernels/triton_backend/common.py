@@ -42,9 +42,36 @@ def extent(lens, b, T, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr):
 
 
 @triton.jit
+def exponential(x):
+    """`e^x` to a unit of fp32's last place, for what reaches a state; `tl.exp` is a fast approximation.
+
+    0 below fp32's normal numbers, and from 88 on `e^88`.
+    """
+    tiny = x < -87.33654
+    y = tl.where(tiny, 0.0, tl.where(x > 88.0, 88.0, x))
+    # e^y = 2^n e^r: added to 1.5 * 2^23, y / ln 2 leaves the nearest integer n in the last bits.
+    shifted = y * 1.4426950408889634 + 12582912.0
+    n = shifted - 12582912.0
+    r = (y - n * 0.693145751953125) - n * 1.4286068e-06
+    q = 0.0013814584 * r + 0.008368724
+    q = q * r + 0.04166839
+    q = q * r + 0.16666521
+    q = q * r + 0.49999994
+    power = (shifted.to(tl.int32, bitcast=True) + 127) << 23
+    return tl.where(tiny, 0.0, (1.0 + (r + r * r * q)) * power.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def inverse_root(x):
+    """`x ** -0.5` from rounded operations, for what reaches a state; `tl.rsqrt` is off by up to two units."""
+    root = tl.sqrt_rn(x)
+    return tl.div_rn(root * 0.0 + 1.0, root)
+
+
+@triton.jit
 def softplus(x):
     """`log(1 + e^x)` to fp32's precision on both sides."""
-    y = tl.exp(tl.minimum(x, 20.0))
+    y = exponential(tl.minimum(x, 20.0))
     u = 1.0 + y
     small = tl.where(u == 1.0, y, tl.log(u) * (y / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.where(x > 20.0, x, small)
@@ -52,7 +79,7 @@ def softplus(x):
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    return 1.0 / (1.0 + exponential(-x))
 
 
 @triton.jit

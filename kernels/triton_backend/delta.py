@@ -2,7 +2,7 @@
 
 `decode` serves one token a row on plain fp32 lanes; `verify` serves several, chains and trees, with the
 checkpoint read once for all queries and keys. Both append the records, and fold the history of the rows
-that must flush: `u` is solved for again from the raw records, in fp32, whatever it was recorded in.
+that must flush: the recurrence itself, in fp32, from the raw records.
 
 Letters as in `replayssm.kernels.torch_backend.delta`; `B*` is a block of a dimension.
 """
@@ -15,7 +15,9 @@ import triton.language as tl
 from replayssm.kernels.triton_backend.common import (
     ancestry,
     bf16_dot,
+    exponential,
     extent,
+    inverse_root,
     locate,
     of_layer,
     random_words,
@@ -38,7 +40,7 @@ def gate_decay(g, A_log, dt_bias, lower_bound, hv, k, in_k, K,
                 g += tl.load(dt_bias + hv * K + k, mask=in_k, other=0.0).to(tl.float32)
             else:
                 g += tl.load(dt_bias + hv).to(tl.float32)
-        rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
+        rate = exponential(tl.load(A_log + hv).to(tl.float32))
         g = lower_bound * sigmoid(rate * g) if BOUNDED else -rate * softplus(g)
     return g
 
@@ -59,55 +61,6 @@ def along_k(x):
 
 
 @triton.jit
-def prepare_fold(k_ring, g_ring, beta_ring, start, count, R, K, BK: tl.constexpr, BL: tl.constexpr,
-                 PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr):  # fmt: skip
-    """What folding one head's first `count <= BL` records needs, the same for all value rows.
-
-    A log-decay between two records is summed over just the records between them.
-
-    Returns:
-        `M [BL, BL]` of `(I + M) U = beta (v - S0 reading)`, `beta [BL]`, `reading [BL, BK]`, the keys
-        decayed from the checkpoint, `writing [BL, BK]`, the keys decayed to the end, and the decay of
-        the checkpoint, `[BK]`.
-    """
-    j = tl.arange(0, BL)
-    ki = tl.arange(0, BK)
-    in_k = ki < K
-    applied = j < count
-    row = (start + j) % R
-    inside = applied[:, None] & in_k[None, :]
-    beta = tl.load(beta_ring + row, mask=applied, other=0.0)
-    keys = tl.load(k_ring + row[:, None] * K + ki[None, :], mask=inside, other=0.0).to(tl.float32)
-    if L2NORM:
-        keys *= tl.rsqrt(tl.sum(keys * keys, 1) + 1e-6)[:, None]
-    upto = (j[None, :] <= j[:, None]).to(tl.float32)
-    if PER_CHANNEL:
-        g_old = bounded(tl.load(g_ring + row[:, None] * K + ki[None, :], mask=inside, other=0.0))
-        M = tl.zeros([BL, BL], tl.float32)
-        between = tl.zeros([BL, BK], tl.float32)
-        for s in range(1, count):
-            here = (start + s) % R
-            g_s = bounded(tl.load(g_ring + here * K + ki, mask=in_k, other=0.0))
-            between += tl.where(j < s, 1.0, 0.0)[:, None] * g_s[None, :]
-            key = tl.sum(tl.where((j == s)[:, None], keys, 0.0), 0)
-            scores = tl.load(beta_ring + here) * tl.sum(keys * tl.exp(between) * key[None, :], 1)
-            M += tl.where((j == s)[:, None] & (j < s)[None, :], scores[None, :], 0.0)
-        reading = keys * tl.exp(tl.dot(upto, g_old, input_precision="tf32x3"))
-        writing = keys * tl.exp(later_sum(g_old, BL))
-        total = tl.exp(tl.sum(g_old, 0))
-    else:
-        g_old = bounded(tl.load(g_ring + row, mask=applied, other=0.0))
-        after = tl.where(j[:, None] > j[None, :], g_old[:, None], 0.0)
-        between = tl.exp(tl.dot(upto, after, input_precision="tf32x3"))
-        scores = tl.dot(keys, tl.trans(keys), input_precision="tf32x3")
-        M = tl.where(j[None, :] < j[:, None], beta[:, None] * between * scores, 0.0)
-        reading = keys * tl.exp(tl.cumsum(g_old, 0))[:, None]
-        writing = keys * tl.exp(tl.sum(after, 0))[:, None]
-        total = tl.exp(tl.sum(g_old, 0)) + tl.zeros([BK], tl.float32)
-    return M, beta, reading, writing, total
-
-
-@triton.jit
 def later_sum(g, BL: tl.constexpr):
     """`[BL, BK]`, for each record the sum of `g [BL, BK]` over the records behind it."""
     j = tl.arange(0, BL)
@@ -115,34 +68,34 @@ def later_sum(g, BL: tl.constexpr):
 
 
 @triton.jit
-def fold_rows(source, target, M, beta, reading, writing, total, v_ring, start, count, R, vi, V,
-              K: tl.constexpr, rand_seed, slot, layer, hv, BK: tl.constexpr, BL: tl.constexpr,
-              STOCHASTIC: tl.constexpr):  # fmt: skip
-    """Value rows `vi` of the state `[V, K]` at `source` after the prepared records, to `target`.
+def fold_rows(source, target, k_ring, v_ring, g_ring, beta_ring, start, count, R, vi, V, K: tl.constexpr,
+              rand_seed, slot, layer, hv, NK: tl.constexpr, KI: tl.constexpr,
+              PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, STOCHASTIC: tl.constexpr):  # fmt: skip
+    """Value rows `vi` of the state `[V, K]` at `source` after the first `count` records, to `target`.
 
-    `target` belongs to head `hv` of `slot`, by which stochastic rounding draws.
+    Record by record on fp32 lanes, since a tensor core would cut sums off towards zero. `target` belongs
+    to head `hv` of `slot`, by which stochastic rounding draws.
     """
-    j = tl.arange(0, BL)
-    ki = tl.arange(0, BK)
-    at = vi[:, None] * K + ki[None, :]
-    in_v = vi < V
-    inside = in_v[:, None] & (ki < K)[None, :]
+    kc = tl.arange(0, NK)[:, None] * KI + tl.arange(0, KI)[None, :]
+    in_v, in_k = vi < V, kc < K
+    at = vi[:, None, None] * K + kc[None, :, :]
+    inside = in_v[:, None, None] & in_k[None, :, :]
     S = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    row = (start + j) % R
-    v_old = tl.load(v_ring + row[None, :] * V + vi[:, None],
-                    mask=(j < count)[None, :] & in_v[:, None], other=0.0)  # fmt: skip
-    read = tl.dot(S, tl.trans(reading), input_precision="tf32x3")
-    rest = beta[None, :] * (v_old.to(tl.float32) - read)
-    U = tl.zeros_like(rest)
     for s in range(0, count):
-        here = (j == s)[None, :]
-        u_s = tl.sum(tl.where(here, rest, 0.0), 1)
-        U = tl.where(here, u_s[:, None], U)
-        rest -= u_s[:, None] * tl.sum(tl.where(here, M, 0.0), 1)[None, :]
-    S = tl.dot(U, writing, S * total[None, :], input_precision="tf32x3")
+        row = (start + s) % R
+        k = tl.load(k_ring + row * K + kc, mask=in_k, other=0.0).to(tl.float32)
+        v = tl.load(v_ring + row * V + vi, mask=in_v, other=0.0).to(tl.float32)
+        if PER_CHANNEL:
+            S *= exponential(tl.load(g_ring + row * K + kc, mask=in_k, other=0.0))[None, :, :]
+        else:
+            S *= exponential(tl.load(g_ring + row))
+        if L2NORM:
+            k *= inverse_root(tl.sum(tl.sum(k * k, 0), 0) + 1e-6)
+        u = tl.load(beta_ring + row) * (v - along_k(S * k[None, :, :]))
+        S += u[:, None, None] * k[None, :, :]
     if STOCHASTIC:
-        words = random_words(rand_seed, slot, layer, hv * V + vi, K, BK)
-        store_stochastic(target + at, S, inside, words)
+        words = random_words(rand_seed, slot, layer, hv * V + vi, K, NK * KI)
+        store_stochastic(target + at, S, inside, tl.reshape(words, S.shape))
     else:
         store_rounded(target + at, S, inside)
 
@@ -265,14 +218,11 @@ def decode(
         tl.store(v_ring + new * V + vi, v_raw, mask=in_v)
 
     if hist + 1 > L:
-        M, beta_old, reading, writing, faded = prepare_fold(
-            k_ring, g_ring, beta_ring, start, hist, R, K, NK * KI, BL, PER_CHANNEL, L2NORM
-        )
         S_start = state + slot * s_state + hv * (V * K)
         for i in range(TILES):
-            fold_rows(S_start, S_start, M, beta_old, reading, writing, faded, v_ring, start, hist, R,
-                      v_first + i * BV + vb, V, K, rand_seed, slot, layer, hv, NK * KI, BL,
-                      STOCHASTIC)  # fmt: skip
+            fold_rows(S_start, S_start, k_ring, v_ring, g_ring, beta_ring, start, hist, R,
+                      v_first + i * BV + vb, V, K, rand_seed, slot, layer, hv, NK, KI,
+                      PER_CHANNEL, L2NORM, STOCHASTIC)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -443,12 +393,9 @@ def verify(
                      mask=(is_key & (r < count))[:, None] & in_k[None, :])  # fmt: skip
 
     if hist + count > L:
-        M, beta_old, reading, writing, faded = prepare_fold(
-            k_ring, g_ring, beta_ring, start, hist, R, K, BK, BL, PER_CHANNEL, L2NORM
-        )
         S_start = state + slot * s_state + hv * (V * K)
-        fold_rows(S_start, S_start, M, beta_old, reading, writing, faded, v_ring, start, hist, R,
-                  vi, V, K, rand_seed, slot, layer, hv, BK, BL, STOCHASTIC)  # fmt: skip
+        fold_rows(S_start, S_start, k_ring, v_ring, g_ring, beta_ring, start, hist, R,
+                  vi, V, K, rand_seed, slot, layer, hv, NK, KI, PER_CHANNEL, L2NORM, STOCHASTIC)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -456,7 +403,7 @@ def materialize(
     table, state, k_cache, g_cache, v_cache, beta_cache, ring_start, count, source, target, ring_indices,
     rand_seed, layer, s_state, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta, R,
     HV: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    BV: tl.constexpr, NK: tl.constexpr, KI: tl.constexpr, BL: tl.constexpr,
+    BV: tl.constexpr, NK: tl.constexpr, KI: tl.constexpr,
     PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, ALIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -479,9 +426,6 @@ def materialize(
     v_ring = of_layer(entry, 3, v_cache, ALIGNED) + ring * s_v + hv * h_v
     beta_ring = of_layer(entry, 4, beta_cache, ALIGNED) + ring * s_beta + hv * h_beta
     first, records = tl.load(ring_start + ring), tl.load(count + b).to(tl.int32)
-    M, beta, reading, writing, total = prepare_fold(
-        k_ring, g_ring, beta_ring, first, records, R, K, NK * KI, BL, PER_CHANNEL, L2NORM
-    )
-    fold_rows(inner + origin * s_state, inner + place * s_state, M, beta, reading, writing, total,
-              v_ring, first, records, R, vi, V, K, rand_seed, place, layer + tl.load(entry + 5).to(tl.int32),
-              hv, NK * KI, BL, STOCHASTIC)  # fmt: skip
+    fold_rows(inner + origin * s_state, inner + place * s_state, k_ring, v_ring, g_ring, beta_ring, first,
+              records, R, vi, V, K, rand_seed, place, layer + tl.load(entry + 5).to(tl.int32), hv, NK, KI,
+              PER_CHANNEL, L2NORM, STOCHASTIC)  # fmt: skip

@@ -1,7 +1,6 @@
 """Triton kernels of Mamba-2: `decode` for one token a row, `verify` for several, `materialize`.
 
-Built as the delta rules' kernels are; a fold is one product, since the records don't depend on each
-other.
+Built as the delta rules' kernels are; a fold sums the records up, since they don't depend on each other.
 
 Letters as in `replayssm.kernels.torch_backend.mamba2`; `B*` is a block of a dimension.
 """
@@ -14,6 +13,7 @@ import triton.language as tl
 from replayssm.kernels.triton_backend.common import (
     ancestry,
     bf16_dot,
+    exponential,
     extent,
     locate,
     of_layer,
@@ -37,30 +37,31 @@ def along_n(x):
 
 @triton.jit
 def fold_rows(source, target, x_ring, B_ring, dt_ring, rate, start, count, R, p, P, N: tl.constexpr,
-              rand_seed, slot, layer, head, BN: tl.constexpr, BL: tl.constexpr,
+              rand_seed, slot, layer, head, NN: tl.constexpr, NI: tl.constexpr,
               STOCHASTIC: tl.constexpr):  # fmt: skip
-    """Rows `p` of the state `[P, N]` at `source` after the first `count <= BL` records, to `target`.
+    """Rows `p` of the state `[P, N]` at `source` after the first `count` records, to `target`.
 
-    `target` belongs to `head` of `slot`, by which stochastic rounding draws.
+    On fp32 lanes, since a tensor core would cut sums off towards zero. `target` belongs to `head` of
+    `slot`, by which stochastic rounding draws.
     """
-    n = tl.arange(0, BN)
-    j = tl.arange(0, BL)
+    n = tl.arange(0, NN)[:, None] * NI + tl.arange(0, NI)[None, :]
     in_p, in_n = p < P, n < N
-    applied = j < count
-    row = (start + j) % R
-    at = p[:, None] * N + n[None, :]
-    inside = in_p[:, None] & in_n[None, :]
+    at = p[:, None, None] * N + n[None, :, :]
+    inside = in_p[:, None, None] & in_n[None, :, :]
+    added = tl.zeros([p.shape[0], NN, NI], tl.float32)
+    later = 0.0  # of the time steps behind a record
+    for s in range(0, count):
+        row = (start + count - 1 - s) % R
+        dt = tl.load(dt_ring + row)
+        x = tl.load(x_ring + row * P + p, mask=in_p, other=0.0).to(tl.float32)
+        B = tl.load(B_ring + row * N + n, mask=in_n, other=0.0).to(tl.float32)
+        added += (dt * exponential(rate * later) * x)[:, None, None] * B[None, :, :]
+        later += dt
     S = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    dt = tl.load(dt_ring + row, mask=applied, other=0.0)
-    dt_later = tl.load(dt_ring + (start + j + 1) % R, mask=j + 1 < count, other=0.0)
-    weight = dt * tl.exp(rate * tl.cumsum(dt_later, 0, reverse=True))
-    x = tl.load(x_ring + row[None, :] * P + p[:, None], mask=applied[None, :] & in_p[:, None], other=0.0)
-    B = tl.load(B_ring + row[:, None] * N + n[None, :], mask=applied[:, None] & in_n[None, :], other=0.0)
-    S *= tl.exp(rate * tl.sum(dt, 0))
-    S = tl.dot(x.to(tl.float32) * weight[None, :], B.to(tl.float32), S, input_precision="tf32x3")
+    S = S * exponential(rate * later) + added
     if STOCHASTIC:
-        words = random_words(rand_seed, slot, layer, head * P + p, N, BN)
-        store_stochastic(target + at, S, inside, words)
+        words = random_words(rand_seed, slot, layer, head * P + p, N, NN * NI)
+        store_stochastic(target + at, S, inside, tl.reshape(words, S.shape))
     else:
         store_rounded(target + at, S, inside)
 
@@ -161,8 +162,7 @@ def decode(
         head_state = state + slot * s_state + head * (P * N)
         for i in range(TILES):
             fold_rows(head_state, head_state, x_ring, B_ring, dt_ring, rate, start, hist, R,
-                      p_first + i * BP + pb, P, N, rand_seed, slot, layer, head, NN * NI, BL,
-                      STOCHASTIC)  # fmt: skip
+                      p_first + i * BP + pb, P, N, rand_seed, slot, layer, head, NN, NI, STOCHASTIC)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -271,7 +271,7 @@ def verify(
     if hist + count > L:
         head_state = state + slot * s_state + head * (P * N)
         fold_rows(head_state, head_state, x_ring, B_ring, dt_ring, rate, start, hist, R, p, P, N,
-                  rand_seed, slot, layer, head, NN * NI, BL, STOCHASTIC)  # fmt: skip
+                  rand_seed, slot, layer, head, NN, NI, STOCHASTIC)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -279,7 +279,7 @@ def materialize(
     table, state, x_cache, B_cache, dt_cache, A, ring_start, count, source, target, ring_indices,
     rand_seed, layer, s_state, s_x, h_x, s_B, h_B, s_dt, h_dt, R,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-    BP: tl.constexpr, NN: tl.constexpr, NI: tl.constexpr, BL: tl.constexpr, ALIGNED: tl.constexpr,
+    BP: tl.constexpr, NN: tl.constexpr, NI: tl.constexpr, ALIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """State of `source` after its first `count` records into `target`, in every layer of the table.
@@ -303,5 +303,5 @@ def materialize(
         inner + origin * s_state, inner + place * s_state, x_ring, B_ring, dt_ring, rate,
         tl.load(ring_start + ring), tl.load(count + b).to(tl.int32), R,
         tile * BP + tl.arange(0, BP), P, N, rand_seed, place, layer + tl.load(entry + 5).to(tl.int32), head,
-        NN * NI, BL, STOCHASTIC,
+        NN, NI, STOCHASTIC,
     )  # fmt: skip

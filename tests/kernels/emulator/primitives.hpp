@@ -123,6 +123,20 @@ DEVICE int bit_count(u32 x) { return __builtin_popcount(x); }
 DEVICE int first_bit(u32 x) { return __builtin_ffs(x) - 1; }
 DEVICE void warp_sync() { shuffle(0.f, 0); }
 
+// floor(log2 |x|) of an fp32 value; -1023 of zero
+DEVICE int exponent(double x) {
+    u64 y;
+    memcpy(&y, &x, 8);
+    return (int)(y >> 52 & 2047) - 1023;
+}
+DEVICE double power_of_two(int n) {
+    const u64 y = (u64)(n + 1023) << 52;
+    double x;
+    memcpy(&x, &y, 8);
+    return x;
+}
+// As an H200 adds, bit for bit: the accumulator and all products are cut off towards zero 25 bits below the
+// largest exponent, a product's being the sum of its operands'; their sum is then cut to fp32 likewise.
 DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
     int lane = warp::at, g = lane / 4, c = lane % 4;
     float* own = post();
@@ -130,20 +144,35 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
     for (int i = 0; i < 2; i++) own[4 + i] = real(bits(b[i]) & 0xffffe000u);
     warp::meet();
     auto box = warp::box[warp::turn[lane]];
-    for (int e = 0; e < 4; e++) {
-        int row = g + 8 * (e / 2), column = 2 * c + e % 2;
-        // as tensor cores add: all addends cut off two bits below the last of the largest one, then the sum
-        double addend[9] = {d[e]}, most = fabs(addend[0]), sum = 0;
+    double x[2][8], y[2][8];  // rows g and g + 8, columns 2c and 2c + 1
+    int x_exponent[2][8], y_exponent[2][8];
+    for (int i = 0; i < 2; i++)
         for (int k = 0; k < 8; k++) {
-            addend[k + 1] =
-                (double)box[row % 8 * 4 + k % 4][row / 8 + 2 * (k / 4)] * box[column * 4 + k % 4][4 + k / 4];
-            most = fmax(most, fabs(addend[k + 1]));
+            x[i][k] = box[g * 4 + k % 4][i + 2 * (k / 4)];
+            y[i][k] = box[(2 * c + i) * 4 + k % 4][4 + k / 4];
+            x_exponent[i][k] = exponent(x[i][k]), y_exponent[i][k] = exponent(y[i][k]);
         }
-        const double step = most > 0 && most < INFINITY ? ldexp(1., ilogb(most) - 25) : 0;
-        for (double x : addend) sum += step ? trunc(x / step) * step : x;
-        float cut = (float)sum;
-        if (fabs((double)cut) > fabs(sum)) cut = nextafterf(cut, 0.f);
-        d[e] = cut;
+    for (int e = 0; e < 4; e++) {
+        const int row = e / 2, column = e % 2;
+        double addend[9] = {d[e]}, plain = addend[0];
+        int most = exponent(addend[0]);
+        for (int k = 0; k < 8; k++) {
+            addend[k + 1] = x[row][k] * y[column][k];
+            plain += addend[k + 1];
+            const int sum = x_exponent[row][k] + y_exponent[column][k];
+            most = sum > most ? sum : most;
+        }
+        if (!std::isfinite(plain)) {
+            d[e] = (float)plain;
+            continue;
+        }
+        most = most > -300 ? most : -300;  // below every product of fp32: all addends are zero
+        const double scale = power_of_two(25 - most);
+        int total = 0;  // 9 addends below 2^27
+        for (double z : addend) total += (int)(z * scale);
+        const double exact = total * power_of_two(most - 25);
+        const float rounded = (float)exact;
+        d[e] = real(bits(rounded) - (fabs((double)rounded) > fabs(exact)));
     }
 }
 
