@@ -426,9 +426,9 @@ class Walk:
             limit.flushes += 1
 
 
-def check_strided_pools(geo: LayerGeometry) -> None:
+def check_strided_pools(geo: LayerGeometry, act: torch.dtype = torch.float32) -> None:
     """States and rings as slices of larger allocations give the same bits, and nothing else moves."""
-    layer = make_layer(geo, slots=3, window=3, max_draft=2)
+    layer = make_layer(geo, slots=3, window=3, max_draft=2, act=act)
     wide = torch.full((3, 2, *layer.state.shape[1:]), NAN)
     rings = {name: torch.cat([ring] * 2, 1)[:, : ring.shape[1]] for name, ring in layer.rings.items()}
     outputs = []
@@ -442,9 +442,9 @@ def check_strided_pools(geo: LayerGeometry) -> None:
     assert wide[:, 0].isnan().all()
 
 
-def check_saturation(geo: LayerGeometry, state: torch.dtype) -> None:
+def check_saturation(geo: LayerGeometry, state: torch.dtype, act: torch.dtype = torch.float32) -> None:
     """A state that grows without bound stays finite: fp16 at its largest value."""
-    layer = make_layer(geo, window=2, max_draft=1, state=state)
+    layer = make_layer(geo, window=2, max_draft=1, state=state, act=act)
     walk = Walk.of(layer)
     walk.hand_out(0)
     layer.state.fill_(torch.finfo(state).max if state is torch.float16 else 1.0)

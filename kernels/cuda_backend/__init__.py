@@ -50,7 +50,10 @@ def refuses(call: StepCall) -> str | None:
         (call.tokens > most, f"it takes at most {most} tokens a row, got {call.tokens}"),
         (call.window > longest, f"it takes windows to {longest}, got {call.window}"),
         (call.tree, "it serves chains, not draft trees"),
-        (call.activation_dtype is None, "it needs inputs, rings and out in one dtype"),
+        (
+            call.activation_dtype is not torch.bfloat16,
+            f"it needs inputs, rings and out in torch.bfloat16, got {call.activation_dtype or 'several'}",
+        ),
         (call.batch > _MOST_ROWS, f"it takes at most {_MOST_ROWS} rows, got {call.batch}"),
         (
             not call.aligned,
@@ -208,7 +211,7 @@ def _step(
     params.pad_slot, params.layer = index.pad_slot_id, layer
     share = share or cut(V, HV // H, batch * HV)
     config = Config(
-        rule, V, HV // H, state.dtype, out.dtype, next(n for n in (1, 4, 8, 16) if tokens <= n),
+        rule, V, HV // H, state.dtype, next(n for n in (1, 4, 8, 16) if tokens <= n),
         2 if window <= 16 else 4, share.units, share.heads, rand_seed is not None,
     )  # fmt: skip
     programs = HV // share.heads * -(-V // (UNIT * share.units))

@@ -36,6 +36,7 @@ SOURCES = ("primitives.cuh", "step.cu")
 UNIT = 16
 """Value rows of a unit, the piece of a checkpoint that a program works on at a time."""
 KEY_DIM = 128
+ACTIVATION_BYTES = 2
 WARP = 32
 SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory of a Hopper multiprocessor."""
@@ -51,7 +52,6 @@ class Config:
     value_dim: int
     group: int
     state_dtype: torch.dtype
-    activation_dtype: torch.dtype
     tokens: int
     records: int
     units: int
@@ -62,7 +62,7 @@ class Config:
         """The configuration as compiler options."""
         values = {
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
-            "STATE": TYPES[self.state_dtype], "ACT": TYPES[self.activation_dtype], "TOKENS": self.tokens,
+            "STATE": TYPES[self.state_dtype], "TOKENS": self.tokens,
             "RECORDS": self.records, "UNITS": self.units, "HEADS": self.heads,
             "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
         }  # fmt: skip
@@ -81,8 +81,8 @@ class Config:
         unit = UNIT * KEY_DIM * self.state_dtype.itemsize
         stages = 2 if self.units > 1 else 1
         matrix, ring = self.tokens**2, 8 * self.records
-        side = (ring + self.tokens) * UNIT * self.units * self.activation_dtype.itemsize
-        keys = 0 if kda else ring * KEY_DIM * self.activation_dtype.itemsize
+        side = (ring + self.tokens) * UNIT * self.units * ACTIVATION_BYTES
+        keys = 0 if kda else ring * KEY_DIM * ACTIVATION_BYTES
         sums = (matrix + 15) // 16 * 16 if kda and not one else 0
         matrices = max(0 if one else 2 * matrix, 0 if mamba else ring**2)
         shared = stages * unit + side + keys + 4 * (sums + matrices)

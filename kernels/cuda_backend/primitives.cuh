@@ -33,6 +33,8 @@ DEVICE u16 float_to_bfloat(float x) {  // to nearest even
     return y;
 }
 
+DEVICE u32 permute(u32 x, u32 y, u32 selector) { return __byte_perm(x, y, selector); }
+
 DEVICE u32 high_product(u32 a, u32 b) { return __umulhi(a, b); }
 
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
@@ -50,6 +52,14 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(bits(a[0])), "r"(bits(a[1])), "r"(bits(a[2])), "r"(bits(a[3])), "r"(bits(b[0])),
           "r"(bits(b[1])));
+}
+
+// d += a @ b of bf16 operands, two to a word: a 16 x 16, b 16 x 8, in the layout of the instruction.
+DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // 16 bytes to shared memory without registers; zeros where `inside` is false.

@@ -9,7 +9,7 @@
 // system) is worked out once. A row that must flush solves for `u` again from the raw records and folds them
 // while the unit is still in shared memory.
 //
-// Compile-time: RULE (0 Mamba-2, 1 GDN, 2 KDA), V, STATE and ACT (0 fp32, 1 bf16, 2 fp16), TOKENS (1, 4, 8
+// Compile-time: RULE (0 Mamba-2, 1 GDN, 2 KDA), V, STATE (0 fp32, 1 bf16, 2 fp16), TOKENS (1, 4, 8
 // or 16, the most a row brings), RECORDS (8-record tiles of the window), UNITS, HEADS, GROUP (value heads per
 // key head), STOCHASTIC, PROGRAMS (that a multiprocessor shall hold). The key dimension is 128.
 //
@@ -20,7 +20,7 @@
 
 #define K 128
 constexpr bool DELTA = RULE != 0, KDA = RULE == 2;
-constexpr int STATE_BYTES = STATE == 0 ? 4 : 2, ACT_BYTES = ACT == 0 ? 4 : 2;
+constexpr int STATE_BYTES = STATE == 0 ? 4 : 2, ACT_BYTES = 2;  // activations are bf16
 constexpr int FULL = 16 * UNITS, STAGES = UNITS > 1 ? 2 : 1;
 constexpr bool SHARED_TILE = DELTA && TOKENS == 4;  // keys and queries in one tile of columns
 constexpr int TILES = TOKENS == 16 ? 2 : 1;         // 8-token tiles
@@ -29,7 +29,7 @@ constexpr int COLUMNS =
     SHARED_TILE || !DELTA ? TILES : 2 * TILES;  // of queries and keys: tiles, or rows if ONE
 constexpr int PAIRS = DELTA ? TILES : 1;        // 16-row operands made of column tiles
 constexpr int LR = 8 * RECORDS;
-constexpr int X_TERMS = KDA || ACT == 0 ? 2 : 1, RAW_TERMS = ACT == 0 ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
+constexpr int X_TERMS = KDA ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
 
 // Shared memory, in bytes: stages of a unit's checkpoint, then rows of ring and tokens, then what the units
 // share.
@@ -40,8 +40,8 @@ constexpr bool EVEN = V % FULL == 0, DIRECT = ONE && UNITS == 1;  // results str
 constexpr int SIDE_ROW = FULL * ACT_BYTES, SIDE_BYTES = (LR + TOKENS) * SIDE_ROW;
 constexpr int MATRIX = TOKENS * TOKENS, SUMS = KDA && !ONE ? (MATRIX + 15) / 16 * 16 : 0;
 constexpr int AT_SIDE = STAGES * UNIT_BYTES;
-constexpr int AT_KEYS = AT_SIDE + SIDE_BYTES, KEY_ROW = K * ACT_BYTES;  // of the history, for a flush
-constexpr int AT_SUMS = AT_KEYS + (KDA ? 0 : LR * KEY_ROW);
+constexpr int AT_KEYS = AT_SIDE + SIDE_BYTES;  // of the history, for a flush
+constexpr int AT_SUMS = AT_KEYS + (KDA ? 0 : LR * K * ACT_BYTES);
 constexpr int AT_SOLVE = AT_SUMS + 4 * SUMS, AT_REPLY = AT_SOLVE + 4 * MATRIX;
 constexpr int AT_FOLD = AT_SOLVE;  // once the tokens' matrices are in registers
 constexpr int TOKEN_MATRICES = ONE ? 0 : 8 * MATRIX, FOLD_MATRIX = DELTA ? 4 * LR * LR : 0;
@@ -66,10 +66,15 @@ struct Params {
     i64 b_q, t_q, b_k, t_k, b_v, t_v, b_g, t_g, b_beta, t_beta, b_z, t_z, b_out, t_out;
     int R, L, T, B, pad_slot, layer;
     int wide_state, wide_ring, wide_lens, varlen;      // int64 indices; lens are cu_seqlens
-    int g_type, beta_type, A_type, D_type, bias_type;  // as ACT
+    int g_type, beta_type, A_type, D_type, bias_type;  // as STATE
     int turns;                                         // rows take turns, see row_in_turn; B <= 256
     int l2norm, softplus, bounded;
     float scale, bound;
+};
+
+template <bool X>
+struct Bool {
+    static constexpr bool value = X;
 };
 
 // ---- numbers ----
@@ -108,8 +113,9 @@ DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const
     mma(d, a, bh);
 }
 
-DEVICE float first_of(u32 w) { return ACT == 1 ? real(w << 16) : half_to_float((u16)w); }
-DEVICE float second_of(u32 w) { return ACT == 1 ? real(w & 0xffff0000u) : half_to_float((u16)(w >> 16)); }
+// Two bf16 values, the first in the low half.
+DEVICE float first_of(u32 w) { return real(w << 16); }
+DEVICE float second_of(u32 w) { return real(w & 0xffff0000u); }
 
 DEVICE u16 narrow(float x, int type) {
     if (type == 1) return float_to_bfloat(x);
@@ -157,91 +163,29 @@ DEVICE float inverse_root(float x) {
 DEVICE float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-struct Two {  // 2 activations as they are stored
-    u32 w[ACT_BYTES / 2];
-};
-DEVICE Two load2(const void* p) {
-    Two x;
-    if (ACT == 0) {
-        uint2 y = *(const uint2*)p;
-        x.w[0] = y.x, x.w[ACT_BYTES / 2 - 1] = y.y;
-    } else {
-        x.w[0] = *(const u32*)p;
-    }
-    return x;
-}
-DEVICE void store2(void* p, const Two& x) {
-    if (ACT == 0) *(uint2*)p = make_uint2(x.w[0], x.w[ACT_BYTES / 2 - 1]);
-    else *(u32*)p = x.w[0];
-}
-DEVICE void widen(const Two& x, float (&f)[2]) {
-    f[0] = ACT == 0 ? real(x.w[0]) : first_of(x.w[0]);
-    f[1] = ACT == 0 ? real(x.w[ACT_BYTES / 2 - 1]) : second_of(x.w[0]);
-}
-DEVICE Two round2(float a, float b) {
-    Two x;
-    x.w[0] = bits(a), x.w[ACT_BYTES / 2 - 1] = bits(b);
-    if (ACT != 0) x.w[0] = narrow(a, ACT) | (u32)narrow(b, ACT) << 16;
-    return x;
+DEVICE u32 load2(const void* p) { return *(const u32*)p; }
+DEVICE void store2(void* p, u32 x) { *(u32*)p = x; }
+DEVICE void widen(u32 x, float (&f)[2]) { f[0] = first_of(x), f[1] = second_of(x); }
+// The low halves of two words, the high ones: pairs of bf16 values, or of what is cut off to them.
+DEVICE u32 low_halves(u32 x, u32 y) { return permute(x, y, 0x5410); }
+DEVICE u32 high_halves(u32 x, u32 y) { return permute(x, y, 0x7632); }
+DEVICE u32 round2(float a, float b) { return float_to_bfloat(a) | (u32)float_to_bfloat(b) << 16; }
+
+DEVICE uint2 load4(const void* p, bool inside) { return inside ? *(const uint2*)p : make_uint2(0, 0); }
+DEVICE void store4(void* p, uint2 x) { *(uint2*)p = x; }
+DEVICE void widen(uint2 x, float (&f)[4]) {
+    f[0] = first_of(x.x), f[1] = second_of(x.x), f[2] = first_of(x.y), f[3] = second_of(x.y);
 }
 
-struct Four {  // 4 activations as they are stored
-    u32 w[ACT_BYTES];
-};
-DEVICE Four load4(const void* p, bool inside) {
-    Four x;
-#pragma unroll
-    for (int i = 0; i < ACT_BYTES; i++) x.w[i] = 0;
-    if (inside) {
-        if (ACT == 0) {
-            uint4 y = *(const uint4*)p;
-            x.w[0] = y.x, x.w[1] = y.y, x.w[ACT_BYTES - 2] = y.z, x.w[ACT_BYTES - 1] = y.w;
-        } else {
-            uint2 y = *(const uint2*)p;
-            x.w[0] = y.x, x.w[1] = y.y;
-        }
-    }
-    return x;
-}
-DEVICE void store4(void* p, const Four& x) {
-    if (ACT == 0) *(uint4*)p = make_uint4(x.w[0], x.w[1], x.w[ACT_BYTES - 2], x.w[ACT_BYTES - 1]);
-    else *(uint2*)p = make_uint2(x.w[0], x.w[1]);
-}
-DEVICE void widen(const Four& x, float (&f)[4]) {
-    if (ACT == 0) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) f[i] = real(x.w[ACT == 0 ? i : 0]);
-    } else {
-        f[0] = first_of(x.w[0]), f[1] = second_of(x.w[0]), f[2] = first_of(x.w[1]), f[3] = second_of(x.w[1]);
-    }
-}
-
-struct Eight {  // 8 activations as they are stored
-    uint4 w[ACT_BYTES / 2];
-};
-DEVICE Eight load8(const void* p, bool inside) {
-    Eight x;
-    x.w[0] = x.w[ACT_BYTES / 2 - 1] = make_uint4(0, 0, 0, 0);
-    if (inside) {
-        x.w[0] = ((const uint4*)p)[0];
-        if (ACT == 0) x.w[ACT_BYTES / 2 - 1] = ((const uint4*)p)[1];
-    }
-    return x;
-}
-DEVICE void widen(const Eight& x, float (&f)[8]) {
-    uint4 y = x.w[0], z = x.w[ACT_BYTES / 2 - 1];
-    if (ACT == 0) {
-        f[0] = real(y.x), f[1] = real(y.y), f[2] = real(y.z), f[3] = real(y.w);
-        f[4] = real(z.x), f[5] = real(z.y), f[6] = real(z.z), f[7] = real(z.w);
-    } else {
-        f[0] = first_of(y.x), f[1] = second_of(y.x), f[2] = first_of(y.y), f[3] = second_of(y.y);
-        f[4] = first_of(y.z), f[5] = second_of(y.z), f[6] = first_of(y.w), f[7] = second_of(y.w);
-    }
+DEVICE uint4 load8(const void* p, bool inside) { return inside ? *(const uint4*)p : make_uint4(0, 0, 0, 0); }
+DEVICE void widen(uint4 x, float (&f)[8]) {
+    f[0] = first_of(x.x), f[1] = second_of(x.x), f[2] = first_of(x.y), f[3] = second_of(x.y);
+    f[4] = first_of(x.z), f[5] = second_of(x.z), f[6] = first_of(x.w), f[7] = second_of(x.w);
 }
 
 // Of a row of 128 activations this lane's part of an operand: 8 elements of each block of 32.
 struct Row {
-    Eight block[4];
+    uint4 block[4];
 };
 DEVICE Row load_row(const char* p, bool inside, int c) {
     Row x;
@@ -266,6 +210,15 @@ DEVICE float dot(const float (&x)[4][8], const float (&y)[4][8]) {
     return s[0] + shuffle_xor(s[0], 2);
 }
 
+// fp32 values as three bf16 terms, which add up to them exactly: pairs of the first and the second argument.
+DEVICE void cut_terms(float x, float y, u32 (&terms)[3]) {
+#pragma unroll
+    for (int i = 0; i < 3; i++) {
+        terms[i] = high_halves(bits(x), bits(y));
+        x -= first_of(terms[i]), y -= second_of(terms[i]);
+    }
+}
+
 // Sum of squares of a row that four lanes hold.
 DEVICE float squares(const float (&x)[4][8]) { return dot(x, x); }
 
@@ -279,23 +232,21 @@ DEVICE void shared_row(float* rows, int row, int c, int block, float (&x)[8]) {
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w, x[4] = z.x, x[5] = z.y, x[6] = z.z, x[7] = z.w;
 }
 
-// d[n] += rows of `a` (and of `b`, as rows 8 to 15) times rows of `x`.
-template <int TERMS>
+// d[n] += rows of `a` (and of `b`, as rows 8 to 15) times rows of `x`, all of them bf16 values.
 DEVICE void gram(float (&d)[4], const float (&a)[4][8], const float (&b)[4][8], bool has_b,
                  const float (&x)[4][8]) {
-    float odd[4] = {0, 0, 0, 0}, d_low[4] = {0, 0, 0, 0};
+    float odd[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int block = 0; block < 4; block++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float y[4] = {a[block][2 * i], has_b ? b[block][2 * i] : 0.f, a[block][2 * i + 1],
-                          has_b ? b[block][2 * i + 1] : 0.f};
-            float h[4], l[4], z[2] = {x[block][2 * i], x[block][2 * i + 1]};
-            split<TERMS, true>(y, h, l);
-            product<TERMS, TERMS, true>(i & 1 ? odd : d, d_low, h, l, z);
+            const float y[4] = {a[block][2 * i], has_b ? b[block][2 * i] : 0.f, a[block][2 * i + 1],
+                                has_b ? b[block][2 * i + 1] : 0.f};
+            const float z[2] = {x[block][2 * i], x[block][2 * i + 1]};
+            mma(i & 1 ? odd : d, y, z);
         }
 #pragma unroll
-    for (int e = 0; e < 4; e++) d[e] += odd[e] + d_low[e];
+    for (int e = 0; e < 4; e++) d[e] += odd[e];
 }
 
 // Lane l's sum over all lanes of value l % 16.
@@ -447,22 +398,41 @@ DEVICE void fetch_rows(unsigned char* side, int lane, int first_unit, int values
     }
 }
 
-// The history's keys as they are stored, chunks swizzled for both ways of reading them.
-DEVICE unsigned char* key_chunk(unsigned char* keys, int row, int chunk) {
-    return keys + row * KEY_ROW + 16 * (chunk ^ (4 * (row & 1)) ^ ((row >> 1) & 3));
+// The history's keys, for a flush: rows are pairs of records, a word is both records' value of an element,
+// the first in the low half. Chunks are swizzled for both ways of reading them.
+DEVICE uint4& pair_chunk(u32* pairs, int row, int chunk) {
+    return ((uint4*)pairs)[row * (K / 4) + (chunk ^ 2 * (row & 3))];
 }
 
-// This lane's part of such a row.
-DEVICE void kept_block(unsigned char* keys, int row, int c, int block, float (&x)[8]) {
-    Eight stored;
+// Keep records 8 tile + g, of which lanes hold their part.
+DEVICE void keep_keys(u32* pairs, int tile, int g, int c, const Row& mine) {
+    const bool odd = g & 1;
 #pragma unroll
-    for (int i = 0; i < ACT_BYTES / 2; i++)
-        stored.w[i] = *(const uint4*)key_chunk(keys, row, (4 * block + c) * (ACT_BYTES / 2) + i);
-    widen(stored, x);
+    for (int block = 0; block < 4; block++) {  // lanes of an even record write the first four elements
+        const uint4 x = mine.block[block];
+        const u32 y[2] = {odd ? x.z : x.x, odd ? x.w : x.y};
+        const u32 z[2] = {bits(shuffle_xor(real(odd ? x.x : x.z), 4)),
+                          bits(shuffle_xor(real(odd ? x.y : x.w), 4))};
+        uint4 w;
+        w.x = odd ? low_halves(z[0], y[0]) : low_halves(y[0], z[0]);
+        w.y = odd ? high_halves(z[0], y[0]) : high_halves(y[0], z[0]);
+        w.z = odd ? low_halves(z[1], y[1]) : low_halves(y[1], z[1]);
+        w.w = odd ? high_halves(z[1], y[1]) : high_halves(y[1], z[1]);
+        pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c + odd) = w;
+    }
 }
-DEVICE void kept_row(unsigned char* keys, int row, int c, float (&x)[4][8]) {
+
+// This lane's part of record 8 tile + g.
+DEVICE void kept_block(u32* pairs, int tile, int g, int c, int block, float (&x)[8]) {
+    const uint4 y = pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c),
+                z = pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c + 1);
+    const u32 w[8] = {y.x, y.y, y.z, y.w, z.x, z.y, z.z, z.w}, half = g & 1 ? 0x3244 : 0x1044;
 #pragma unroll
-    for (int block = 0; block < 4; block++) kept_block(keys, row, c, block, x[block]);
+    for (int e = 0; e < 8; e++) x[e] = real(permute(w[e], 0, half));
+}
+DEVICE void kept_row(u32* pairs, int tile, int g, int c, float (&x)[4][8]) {
+#pragma unroll
+    for (int block = 0; block < 4; block++) kept_block(pairs, tile, g, c, block, x[block]);
 }
 
 // Such rows to where `to(j)` says.
@@ -667,14 +637,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     };
 #pragma unroll 1
     for (int unit = 0; unit < UNITS; unit += PIECE) fetch_side(0, unit);
-    unsigned char* const kept_keys = shared_memory + AT_KEYS;
-    if (!KDA && flush) {
-#pragma unroll
-        for (int i = 0; i < LR * KEY_ROW / 512; i++) {
-            const int at = 32 * i + lane, j = at / (KEY_ROW / 16), chunk = at % (KEY_ROW / 16);
-            copy_async(key_chunk(kept_keys, j, chunk), k_ring + ring_row(j) * KEY_ROW + 16 * chunk, j < hist);
-        }
-    }
+    u32* const kept_keys = (u32*)(shared_memory + AT_KEYS);
     copies_commit();
 
     // the columns, queries and keys of the tokens; their scores against each record, and against each other
@@ -709,8 +672,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int pair = 0; pair < PAIRS; pair++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) pair_d[pair][t][e] = 0.f;
-            gram<RAW_TERMS>(pair_d[pair][t], x[pair], x[TWO ? (DELTA ? TILES + pair : 1) : 0], TWO,
-                            DELTA ? x[t] : drafts);
+            gram(pair_d[pair][t], x[pair], x[TWO ? (DELTA ? TILES + pair : 1) : 0], TWO,
+                 DELTA ? x[t] : drafts);
         }
     }
 #endif
@@ -718,6 +681,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     for (int r = 0; r < RECORDS; r++) {
         float keys[4][8];
         widen(raw_keys[r], keys);
+        if (flush) keep_keys(kept_keys, r, g, c, raw_keys[r]);
         if (DELTA && p.l2norm) {
             float n = shuffle(inverse_root(squares(keys) + 1e-6f), 4 * (lane & 7));
             if (lane >> 3 == r) record_norm = n;
@@ -734,7 +698,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int pair = 0; pair < PAIRS; pair++) {
             const int high_tile = TWO ? (DELTA ? TILES + pair : 1) : 0;
             float d[4] = {0, 0, 0, 0};
-            gram<RAW_TERMS>(d, x[pair], x[high_tile], TWO, keys);
+            gram(d, x[pair], x[high_tile], TWO, keys);
             scores[pair][r][0] = d[0], scores[pair][r][1] = d[1];
             if (TWO) scores[high_tile][r][0] = d[2], scores[high_tile][r][1] = d[3];
         }
@@ -746,7 +710,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     float own;  // the token's query times its key
 #endif
     {
-        Four raw[LR], raw_k[TOKENS], raw_q[TOKENS];
+        uint2 raw[LR], raw_k[TOKENS], raw_q[TOKENS];
         float4 gates[LR];
         uint4 raw_g[TOKENS];
         float tilde[LR][4], w[4] = {1, 1, 1, 1}, square[16];
@@ -983,6 +947,17 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         const float answer =
             own * (DELTA ? column_norm[0] * column_norm[COLUMNS - 1] : shuffle(gate, 0)) + skip;
 #else
+        // the ring's scores as operands, in terms
+        u32 ring_terms[COLUMNS][RECORDS / 2][3][2];
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++)
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++) {
+                u32 terms[3];
+                cut_terms(ring_b[i][r][0], ring_b[i][r][1], terms);
+#pragma unroll
+                for (int t = 0; t < 3; t++) ring_terms[i][r / 2][t][r % 2] = terms[t];
+            }
         // tokens upon tokens: the inverse of the triangular system, and what outputs take of its right side,
         // as operands: [token 8 s + g][token 8 j + 2c + n]
         float solve_b[TILES][TILES][2], reply_b[TILES][TILES][2], token_beta[TILES][2];
@@ -1138,18 +1113,16 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 if (lane < LR && lane <= s) fold[s * LR + s - lane] = z;
             }
 #else
-            copies_wait<0>();
-            warp_sync();
 #pragma unroll
             for (int pair = 0; pair < RECORDS / 2; pair++) {
                 float rows[2][4][8];
 #pragma unroll
-                for (int n = 0; n < 2; n++) kept_row(kept_keys, 16 * pair + 8 * n + g, c, rows[n]);
+                for (int n = 0; n < 2; n++) kept_row(kept_keys, 2 * pair + n, g, c, rows[n]);
 #pragma unroll
                 for (int r = 0; r <= 2 * pair + 1; r++) {
                     float keys[4][8], d[4] = {0, 0, 0, 0};
-                    kept_row(kept_keys, 8 * r + g, c, keys);
-                    gram<RAW_TERMS>(d, rows[0], rows[1], true, keys);
+                    kept_row(kept_keys, r, g, c, keys);
+                    gram(d, rows[0], rows[1], true, keys);
 #pragma unroll
                     for (int n = 0; n < 2; n++) {
                         fold[(16 * pair + g) * LR + 8 * r + 2 * c + n] = d[n];
@@ -1218,7 +1191,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             }
 
             // what a fold needs besides, on its way early
-            Two kept[RECORDS][2];
+            u32 kept[RECORDS][2];
             if (DELTA && flush) {
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++)
@@ -1240,84 +1213,73 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++) rest[r][e] = rest_low[r][e] = 0.f;
             }
-#if RULE != 0
-            auto meet_history = [&](const float (&rows)[2][8], int block) {
-                float keys[RECORDS][8];
-#pragma unroll
-                for (int r = 0; r < RECORDS; r++) {
-#if RULE == 2
-                    shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
-#else
-                    kept_block(kept_keys, 8 * r + g, c, block, keys[r]);
-#endif
-                }
-                float part[RECORDS][4];  // tensor cores cut their sums off, so they don't make long ones
-#pragma unroll
-                for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) part[r][e] = 0.f;
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]},
-                          h[4], l[4];
-                    split<S_TERMS, true>(y, h, l);
-#pragma unroll
-                    for (int r = 0; r < RECORDS; r++) {
-                        float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
-                        product<S_TERMS, X_TERMS, true>(part[r], rest_low[r], h, l, z);
-                    }
-                }
-#pragma unroll
-                for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) rest[r][e] += part[r][e];
-            };
-#endif
-#pragma unroll
-            for (int block = 0; block < 4; block++) {
-                float rows[2][8];
+            auto meet = [&](auto with_history, int block) {
+                constexpr bool HISTORY = with_history.value;
+                float rows[2][8], keys[RECORDS][8], part[RECORDS][4];
 #pragma unroll
                 for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
-#if TOKENS == 1
+                if constexpr (HISTORY) {
 #pragma unroll
-                for (int e = 0; e < 8; e++)
+                    for (int r = 0; r < RECORDS; r++) {
+                        if constexpr (KDA) shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
+                        else kept_block(kept_keys, r, g, c, block, keys[r]);
 #pragma unroll
-                    for (int i = 0; i < COLUMNS; i++) {
-                        acc[i][2 * (e & 1)] += rows[0][e] * x[i][block][e];
-                        acc[i][2 * (e & 1) + 1] += rows[1][e] * x[i][block][e];
-                    }
-#else
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]},
-                          h[4], l[4];
-                    split<S_TERMS, false>(y, h, l);
-#pragma unroll
-                    for (int n = 0; n < COLUMNS; n++) {
-                        float z[2] = {x[n][block][2 * i], x[n][block][2 * i + 1]};
-                        product<S_TERMS, X_TERMS>(acc[n], acc_low[n], h, l, z);
+                        for (int e = 0; e < 4; e++) part[r][e] = 0.f;
                     }
                 }
-#endif
-            }
-#if RULE != 0
-            if (flush) {
+                if constexpr (ONE) {
+#pragma unroll
+                    for (int e = 0; e < 8; e++)
+#pragma unroll
+                        for (int i = 0; i < COLUMNS; i++) {
+                            acc[i][2 * (e & 1)] += rows[0][e] * x[i][block][e];
+                            acc[i][2 * (e & 1) + 1] += rows[1][e] * x[i][block][e];
+                        }
+                }
+                if constexpr (HISTORY || !ONE) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1],
+                                            rows[1][2 * i + 1]};
+                        float h[4], l[4];
+                        split<S_TERMS, HISTORY>(y, h, l);
+                        if constexpr (!ONE) {
+#pragma unroll
+                            for (int n = 0; n < COLUMNS; n++) {
+                                const float z[2] = {x[n][block][2 * i], x[n][block][2 * i + 1]};
+                                product<S_TERMS, X_TERMS>(acc[n], acc_low[n], h, l, z);
+                            }
+                        }
+                        if constexpr (HISTORY) {
+#pragma unroll
+                            for (int r = 0; r < RECORDS; r++) {
+                                const float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
+                                product<S_TERMS, X_TERMS, true>(part[r], rest_low[r], h, l, z);
+                            }
+                        }
+                    }
+                }
+                if constexpr (HISTORY) {  // tensor cores cut their sums off, so they don't make long ones
+#pragma unroll
+                    for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) rest[r][e] += part[r][e];
+                }
+            };
+            if (DELTA && flush) {
 #pragma unroll 2
-                for (int block = 0; block < 4; block++) {
-                    float rows[2][8];
+                for (int block = 0; block < 4; block++) meet(Bool<DELTA>(), block);
+            } else {
 #pragma unroll
-                    for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
-                    meet_history(rows, block);
-                }
+                for (int block = 0; block < 4; block++) meet(Bool<false>(), block);
             }
-#endif
 
             // the ring, and the columns' factors
-            float past[RECORDS][2][2];
+            u32 past[RECORDS][2];
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                for (int n = 0; n < 2; n++) widen(load2(side_at(8 * r + 2 * c + n)), past[r][n]);
+                for (int n = 0; n < 2; n++) past[r][n] = load2(side_at(8 * r + 2 * c + n));
 #if TOKENS == 1
             float y[COLUMNS][2];  // of rows 2g and 2g + 1
 #pragma unroll
@@ -1327,11 +1289,12 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     y[i][e] = (acc[i][e] + acc[i][2 + e]) * total;
 #pragma unroll
                     for (int r = 0; r < RECORDS; r++)
-                        y[i][e] += past[r][0][e] * ring_b[i][r][0] + past[r][1][e] * ring_b[i][r][1];
+                        y[i][e] += (e ? second_of(past[r][0]) : first_of(past[r][0])) * ring_b[i][r][0] +
+                                   (e ? second_of(past[r][1]) : first_of(past[r][1])) * ring_b[i][r][1];
                     y[i][e] += shuffle_xor(y[i][e], 1);
                     y[i][e] = (y[i][e] + shuffle_xor(y[i][e], 2)) * column_factor[i][0];
                 }
-            const Two fresh = load2(side_at(0, LR));
+            const u32 fresh = load2(side_at(0, LR));
             float value[2];
             widen(fresh, value);
             float u[2] = {value[0], value[1]};
@@ -1363,17 +1326,20 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 for (int e = 0; e < 4; e++)
                     acc[i][e] = (acc[i][e] + acc_low[i][e]) * total, acc_low[i][e] = 0.f;
 #pragma unroll
-                for (int r = 0; r < RECORDS; r++) {
-                    float y[4] = {past[r][0][0], past[r][0][1], past[r][1][0], past[r][1][1]}, h[4], l[4];
-                    split<RAW_TERMS, false>(y, h, l);
-                    product<RAW_TERMS, 2>(acc[i], acc_low[i], h, l, ring_b[i][r]);
+                for (int r = 0; r < RECORDS; r += 2) {
+                    const u32 y[4] = {low_halves(past[r][0], past[r][1]), high_halves(past[r][0], past[r][1]),
+                                      low_halves(past[r + 1][0], past[r + 1][1]),
+                                      high_halves(past[r + 1][0], past[r + 1][1])};
+                    mma_bf16(acc_low[i], y, ring_terms[i][r / 2][2]);
+                    mma_bf16(acc_low[i], y, ring_terms[i][r / 2][1]);
+                    mma_bf16(acc[i], y, ring_terms[i][r / 2][0]);
                 }
 #pragma unroll
                 for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * column_factor[i][e & 1];
             }
 
             // the tokens upon each other
-            Two fresh[TILES][2];
+            u32 fresh[TILES][2];
             float value[TILES][2][2], h[TILES][4], l[TILES][4];
 #pragma unroll
             for (int t = 0; t < TILES; t++) {
@@ -1436,8 +1402,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 
             if (flush) {
                 // u of the history from the raw records, with its weights in the fold
-                float fh[RECORDS][4], fl[RECORDS][4];
-                if (DELTA) {
+                float weighted[RECORDS][4];
+                if constexpr (DELTA) {
                     float rh[RECORDS][4], rl[RECORDS][4];
 #pragma unroll
                     for (int r = 0; r < RECORDS; r++) {
@@ -1456,7 +1422,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     }
 #pragma unroll
                     for (int t = 0; t < RECORDS; t++) {
-                        float u[4] = {0, 0, 0, 0}, u_low[4] = {0, 0, 0, 0}, y[4];
+                        float u[4] = {0, 0, 0, 0}, u_low[4] = {0, 0, 0, 0};
 #pragma unroll
                         for (int r = 0; r <= t; r++) {
                             const float* cell = fold + (8 * t + g) * LR + 8 * r + 2 * c;
@@ -1465,55 +1431,76 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         }
 #pragma unroll
                         for (int e = 0; e < 4; e++)
-                            y[e] = (u[2 * (e & 1) + (e >> 1)] + u_low[2 * (e & 1) + (e >> 1)]) *
-                                   record_weight[t][e >> 1];
-                        split<2, true>(y, fh[t], fl[t]);
+                            weighted[t][e] = (u[2 * (e & 1) + (e >> 1)] + u_low[2 * (e & 1) + (e >> 1)]) *
+                                             record_weight[t][e >> 1];
                     }
                 } else {
-#pragma unroll
-                    for (int r = 0; r < RECORDS; r++) {
-                        float y[4];
-#pragma unroll
-                        for (int e = 0; e < 4; e++) y[e] = past[r][e >> 1][e & 1] * record_weight[r][e >> 1];
-                        split<2, true>(y, fh[r], fl[r]);
-                    }
-                }
-#pragma unroll 2
-                for (int block = 0; block < 4; block++) {
-                    float tile[2][8], keys[RECORDS][2][4];  // [row 2g + r][element]
 #pragma unroll
                     for (int r = 0; r < RECORDS; r++)
 #pragma unroll
                         for (int n = 0; n < 2; n++) {
+                            weighted[r][2 * n] = first_of(past[r][n]) * record_weight[r][n];
+                            weighted[r][2 * n + 1] = second_of(past[r][n]) * record_weight[r][n];
+                        }
+                }
 #if RULE == 2
-                            float4 y = chunk_of(ring_keys, 8 * r + 2 * c + n, g, block);
-                            keys[r][n][0] = y.x, keys[r][n][1] = y.y, keys[r][n][2] = y.z,
-                            keys[r][n][3] = y.w;
+                float fh[RECORDS][4], fl[RECORDS][4];
+#pragma unroll
+                for (int r = 0; r < RECORDS; r++) split<2, true>(weighted[r], fh[r], fl[r]);
 #else
-                            const int at = (32 * block + 4 * g) * ACT_BYTES;
-                            widen(load4(key_chunk(kept_keys, 8 * r + 2 * c + n, at / 16) + at % 16, true),
-                                  keys[r][n]);
-#endif
-                        }
+                u32 folded[RECORDS / 2][3][4];
 #pragma unroll
-                    for (int r = 0; r < 2; r++) {
-                        unit_row(tile_at, 2 * g + r, g, c, block, tile[r]);
+                for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        u32 terms[3];
+                        cut_terms(weighted[r][e], weighted[r][2 + e], terms);
+#pragma unroll
+                        for (int t = 0; t < 3; t++) folded[r / 2][t][2 * (r % 2) + e] = terms[t];
                     }
+#endif
+#pragma unroll 2
+                for (int block = 0; block < 4; block++) {
+                    float tile[2][8], d[4][4], d_low[4][4];  // products of element i of each four
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {  // element i of each four
-                        float d[4] = {0, 0, 0, 0}, d_low[4] = {0, 0, 0, 0};
+                    for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, tile[r]);
 #pragma unroll
-                        for (int r = 0; r < RECORDS; r++) {
-                            float z[2] = {keys[r][0][i], keys[r][1][i]};
-                            product<2, X_TERMS, true>(d, d_low, fh[r], fl[r], z);
+                    for (int i = 0; i < 4; i++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) d[i][e] = d_low[i][e] = 0.f;
+#if RULE == 2
+#pragma unroll
+                    for (int r = 0; r < RECORDS; r++) {
+                        const float4 y = chunk_of(ring_keys, 8 * r + 2 * c, g, block),
+                                     z = chunk_of(ring_keys, 8 * r + 2 * c + 1, g, block);
+                        const float keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            product<2, 2, true>(d[i], d_low[i], fh[r], fl[r], keys[i]);
+                    }
+#else
+#pragma unroll
+                    for (int r = 0; r < RECORDS / 2; r++) {
+                        const uint4 y = pair_chunk(kept_keys, 8 * r + c, 8 * block + g),
+                                    z = pair_chunk(kept_keys, 8 * r + 4 + c, 8 * block + g);
+                        const u32 keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            mma_bf16(d_low[i], folded[r][2], keys[i]);
+                            mma_bf16(d_low[i], folded[r][1], keys[i]);
+                            mma_bf16(d[i], folded[r][0], keys[i]);
                         }
+                    }
+#endif
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
                             const int at = 4 * (e & 1) + i;
                             float& s = tile[e >> 1][at];
-                            s = fmaf(s, KDA ? total_row[32 * block + 8 * c + at] : total, d[e] + d_low[e]);
+                            s = fmaf(s, KDA ? total_row[32 * block + 8 * c + at] : total,
+                                     d[i][e] + d_low[i][e]);
                         }
-                    }
 #pragma unroll
                     for (int r = 0; r < 2; r++)
                         keep_row(tile_at, 2 * g + r, g, c, block, tile[r], seed,

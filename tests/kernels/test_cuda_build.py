@@ -21,7 +21,7 @@ from replayssm.kernels.cuda_backend import build
 from replayssm.kernels.cuda_backend.build import UNIT, Config, Params, Program
 from replayssm.kernels.cuda_backend.cut import cut
 
-PLAIN = Config(Rule.GDN, 80, 2, torch.float32, torch.bfloat16, 4, 2, 5, 1, False)
+PLAIN = Config(Rule.GDN, 80, 2, torch.float32, 4, 2, 5, 1, False)
 SMALLEST_SHARED = 99 * 1024
 """Bytes of shared memory that a program may have on the smallest GPUs since compute capability 8.0."""
 
@@ -51,12 +51,12 @@ def test_params_are_those_of_the_source() -> None:
 
 def test_defines() -> None:
     """Every compile-time name of the source has its value, and no other name is defined."""
-    config = Config(Rule.KDA, 96, 1, torch.float16, torch.bfloat16, 8, 2, 3, 1, True)
+    config = Config(Rule.KDA, 96, 1, torch.float16, 8, 2, 3, 1, True)
     values = dict(define.removeprefix("-D").split("=") for define in config.defines())
     programs = values.pop("PROGRAMS")
     assert programs == str(config.programs)
     assert values == {
-        "RULE": "2", "V": "96", "GROUP": "1", "STATE": "2", "ACT": "1", "TOKENS": "8", "RECORDS": "2",
+        "RULE": "2", "V": "96", "GROUP": "1", "STATE": "2", "TOKENS": "8", "RECORDS": "2",
         "UNITS": "3", "HEADS": "1", "STOCHASTIC": "1",
     }  # fmt: skip
     said = re.search(r"// Compile-time: (.*?)\.\s", build.source().replace("\n// ", " "))
@@ -72,10 +72,9 @@ def every_config() -> Iterator[Config]:
         for value_dim in (8, 40, 64, 80, 128):
             for units in range(1, -(-value_dim // UNIT) + 1):
                 for state in (torch.float32, torch.bfloat16):
-                    for act in (torch.float32, torch.float16):
-                        for tokens in (1, 4, 8) if kda else (1, 4, 8, 16):
-                            for records in (2,) if kda else (2, 4):
-                                yield Config(rule, value_dim, 1, state, act, tokens, records, units, 1, False)
+                    for tokens in (1, 4, 8) if kda else (1, 4, 8, 16):
+                        for records in (2,) if kda else (2, 4):
+                            yield Config(rule, value_dim, 1, state, tokens, records, units, 1, False)
 
 
 def test_every_configuration_fits_every_gpu() -> None:

@@ -97,6 +97,12 @@ DEVICE u16 float_to_bfloat(float x) {
     if (x != x) return 0x7fff;
     return (u16)((y + 0x7fff + (y >> 16 & 1)) >> 16);
 }
+DEVICE u32 permute(u32 x, u32 y, u32 selector) {
+    const u64 bytes = (u64)y << 32 | x;
+    u32 z = 0;
+    for (int i = 0; i < 4; i++) z |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return z;
+}
 DEVICE u32 high_product(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 
 DEVICE float* post() {
@@ -137,26 +143,18 @@ DEVICE double power_of_two(int n) {
 }
 // As an H200 adds, bit for bit: the accumulator and all products are cut off towards zero 25 bits below the
 // largest exponent, a product's being the sum of its operands'; their sum is then cut to fp32 likewise.
-DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
-    int lane = warp::at, g = lane / 4, c = lane % 4;
-    float* own = post();
-    for (int i = 0; i < 4; i++) own[i] = real(bits(a[i]) & 0xffffe000u);
-    for (int i = 0; i < 2; i++) own[4 + i] = real(bits(b[i]) & 0xffffe000u);
-    warp::meet();
-    auto box = warp::box[warp::turn[lane]];
-    double x[2][8], y[2][8];  // rows g and g + 8, columns 2c and 2c + 1
-    int x_exponent[2][8], y_exponent[2][8];
+// `x` is rows g and g + 8 of the first operand, `y` columns 2c and 2c + 1 of the second.
+template <int DEPTH>
+DEVICE void add_products(float (&d)[4], const double (&x)[2][DEPTH], const double (&y)[2][DEPTH]) {
+    int x_exponent[2][DEPTH], y_exponent[2][DEPTH];
     for (int i = 0; i < 2; i++)
-        for (int k = 0; k < 8; k++) {
-            x[i][k] = box[g * 4 + k % 4][i + 2 * (k / 4)];
-            y[i][k] = box[(2 * c + i) * 4 + k % 4][4 + k / 4];
+        for (int k = 0; k < DEPTH; k++)
             x_exponent[i][k] = exponent(x[i][k]), y_exponent[i][k] = exponent(y[i][k]);
-        }
     for (int e = 0; e < 4; e++) {
         const int row = e / 2, column = e % 2;
-        double addend[9] = {d[e]}, plain = addend[0];
+        double addend[DEPTH + 1] = {d[e]}, plain = addend[0];
         int most = exponent(addend[0]);
-        for (int k = 0; k < 8; k++) {
+        for (int k = 0; k < DEPTH; k++) {
             addend[k + 1] = x[row][k] * y[column][k];
             plain += addend[k + 1];
             const int sum = x_exponent[row][k] + y_exponent[column][k];
@@ -168,12 +166,43 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
         }
         most = most > -300 ? most : -300;  // below every product of fp32: all addends are zero
         const double scale = power_of_two(25 - most);
-        int total = 0;  // 9 addends below 2^27
-        for (double z : addend) total += (int)(z * scale);
+        i64 total = 0;
+        for (double z : addend) total += (int)(z * scale);  // each below 2^27
         const double exact = total * power_of_two(most - 25);
         const float rounded = (float)exact;
         d[e] = real(bits(rounded) - (fabs((double)rounded) > fabs(exact)));
     }
+}
+DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+    int lane = warp::at, g = lane / 4, c = lane % 4;
+    float* own = post();
+    for (int i = 0; i < 4; i++) own[i] = real(bits(a[i]) & 0xffffe000u);
+    for (int i = 0; i < 2; i++) own[4 + i] = real(bits(b[i]) & 0xffffe000u);
+    warp::meet();
+    auto box = warp::box[warp::turn[lane]];
+    double x[2][8], y[2][8];
+    for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 8; k++) {
+            x[i][k] = box[g * 4 + k % 4][i + 2 * (k / 4)];
+            y[i][k] = box[(2 * c + i) * 4 + k % 4][4 + k / 4];
+        }
+    add_products(d, x, y);
+}
+DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    int lane = warp::at, g = lane / 4, c = lane % 4;
+    float* own = post();
+    memcpy(own, a, 16), memcpy(own + 4, b, 8);
+    warp::meet();
+    auto box = warp::box[warp::turn[lane]];
+    double x[2][16], y[2][16];
+    for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 16; k++) {
+            const u32 v = bits(box[g * 4 + k % 8 / 2][i + 2 * (k / 8)]);
+            const u32 w = bits(box[(2 * c + i) * 4 + k % 8 / 2][4 + k / 8]);
+            x[i][k] = real(k % 2 ? v & 0xffff0000u : v << 16);
+            y[i][k] = real(k % 2 ? w & 0xffff0000u : w << 16);
+        }
+    add_products(d, x, y);
 }
 
 DEVICE void copy_async(void* to, const void* from, bool inside) {
