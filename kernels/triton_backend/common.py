@@ -64,8 +64,7 @@ def exponential(x):
 @triton.jit
 def inverse_root(x):
     """`x ** -0.5` from rounded operations, for what reaches a state; `tl.rsqrt` is off by up to two units."""
-    root = tl.sqrt_rn(x)
-    return tl.div_rn(root * 0.0 + 1.0, root)
+    return tl.div_rn(1.0, tl.sqrt_rn(x))
 
 
 @triton.jit

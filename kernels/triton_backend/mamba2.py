@@ -1,6 +1,6 @@
 """Triton kernels of Mamba-2: `decode` for one token a row, `verify` for several, `materialize`.
 
-Built as the delta rules' kernels are; a fold sums the records up, since they don't depend on each other.
+Built as the delta rules' kernels are.
 
 Letters as in `replayssm.kernels.torch_backend.mamba2`; `B*` is a block of a dimension.
 """
@@ -41,24 +41,21 @@ def fold_rows(source, target, x_ring, B_ring, dt_ring, rate, start, count, R, p,
               STOCHASTIC: tl.constexpr):  # fmt: skip
     """Rows `p` of the state `[P, N]` at `source` after the first `count` records, to `target`.
 
-    On fp32 lanes, since a tensor core would cut sums off towards zero. `target` belongs to `head` of
-    `slot`, by which stochastic rounding draws.
+    Record by record on fp32 lanes: a tensor core would cut sums off towards zero, and a sum of exponents
+    would round what each of them holds. `target` belongs to `head` of `slot`, by which stochastic rounding
+    draws.
     """
     n = tl.arange(0, NN)[:, None] * NI + tl.arange(0, NI)[None, :]
     in_p, in_n = p < P, n < N
     at = p[:, None, None] * N + n[None, :, :]
     inside = in_p[:, None, None] & in_n[None, :, :]
-    added = tl.zeros([p.shape[0], NN, NI], tl.float32)
-    later = 0.0  # of the time steps behind a record
+    S = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
     for s in range(0, count):
-        row = (start + count - 1 - s) % R
+        row = (start + s) % R
         dt = tl.load(dt_ring + row)
         x = tl.load(x_ring + row * P + p, mask=in_p, other=0.0).to(tl.float32)
         B = tl.load(B_ring + row * N + n, mask=in_n, other=0.0).to(tl.float32)
-        added += (dt * exponential(rate * later) * x)[:, None, None] * B[None, :, :]
-        later += dt
-    S = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    S = S * exponential(rate * later) + added
+        S = S * exponential(rate * dt) + (dt * x)[:, None, None] * B[None, :, :]
     if STOCHASTIC:
         words = random_words(rand_seed, slot, layer, head * P + p, N, NN * NI)
         store_stochastic(target + at, S, inside, tl.reshape(words, S.shape))
@@ -162,7 +159,8 @@ def decode(
         head_state = state + slot * s_state + head * (P * N)
         for i in range(TILES):
             fold_rows(head_state, head_state, x_ring, B_ring, dt_ring, rate, start, hist, R,
-                      p_first + i * BP + pb, P, N, rand_seed, slot, layer, head, NN, NI, STOCHASTIC)  # fmt: skip
+                      p_first + i * BP + pb, P, N, rand_seed, slot, layer, head, NN, NI,
+                      STOCHASTIC)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])

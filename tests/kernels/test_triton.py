@@ -6,14 +6,17 @@ On a GPU the same kernels run compiled in `tests/kernels/device`, on the models'
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from replayssm import kernels
+from replayssm.core import Rule
 from replayssm.kernels import BackendUnavailable, StepIndex
 from tests import oracle, support
-from tests.support import RULES, Walk, draw, geometry, ints, make_layer, run_step
+from tests.kernels.device.test_accuracy import drift
+from tests.support import RULES, Walk, draw, geometry, ints, make_layer, run_step, same_bits
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 pytestmark = [
@@ -206,3 +209,52 @@ def test_large_decays_underflow_to_zero(rule: str, g: float) -> None:
         for mine, other in zip(outputs[:5], outputs[5:], strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(layers[0].state, layers[1].state, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_states_owe_nothing_to_approximations(rule: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exponentials, reciprocal roots and products are rough on a GPU: whatever they give, flushes and
+    `materialize` store the same bits.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def off(exact: Any) -> Any:
+        def rough(*args: Any) -> Any:
+            result = exact(*args)
+            result.data = result.data * result.data.dtype.type(1.001)
+            return result
+
+        return rough
+
+    runs = []
+    for rough in (False, True):
+        with monkeypatch.context() as patch:
+            for name in ("create_exp", "create_exp2", "create_rsqrt", "create_dot") if rough else ():
+                patch.setattr(InterpreterBuilder, name, off(getattr(InterpreterBuilder, name)))
+            layer = make_layer(small(rule), slots=2, window=3, max_draft=3)
+            walk = Walk.of(layer)
+            walk.hand_out(0)
+            per_head = torch.linspace(-1.0, 1.0, 6)
+            options: dict[str, Any] = {"A_log": per_head, "dt_bias": per_head}
+            if rule == "kda":
+                options["dt_bias"] = torch.linspace(-1.0, 1.0, 6 * 40).view(6, 40)
+            elif rule == "mamba2":
+                options = {"dt_bias": per_head, "dt_softplus": True}
+            for _ in range(4):
+                inputs = draw(layer, 1, width, walk.generator)
+                out = run_step(layer, walk.cache, inputs, StepIndex(ints([0])), **options)
+                walk.cache.commit(ints([0]), ints([width]), ints([width]))
+            flushed = layer.state[0].clone()
+            walk.cache.materialize(ints([0]), walk.cache.history(ints([0])), ints([1]))
+            runs.append((flushed, layer.state[1], out))
+    assert same_bits(runs[0][0], runs[1][0])
+    assert same_bits(runs[0][1], runs[1][1])
+    assert not same_bits(runs[0][2], runs[1][2]), "the outputs show that nothing was rough"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drift(rule: str) -> None:
+    """L4: state errors no larger than the conventional fp32 recurrence's, a quarter left to chance."""
+    geo = geometry(rule, 2, 2 if rule == "kda" else 1, 8, 16)
+    assert 0 < drift(Rule(rule), geo, 8, "all", "triton", "cpu", 128) <= 1.25
