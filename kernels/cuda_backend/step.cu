@@ -232,34 +232,39 @@ DEVICE void shared_row(float* rows, int row, int c, int block, float (&x)[8]) {
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w, x[4] = z.x, x[5] = z.y, x[6] = z.z, x[7] = z.w;
 }
 
-// d[n] += rows of `a` (and of `b`, as rows 8 to 15) times rows of `x`, all of them bf16 values.
-DEVICE void gram(float (&d)[4], const float (&a)[4][8], const float (&b)[4][8], bool has_b,
-                 const float (&x)[4][8]) {
+// d += rows of `a` (and of `b`, as rows 8 to 15) times rows of `x`.
+DEVICE void gram(float (&d)[4], const Row& a, const Row& b, bool has_b, const Row& x) {
     float odd[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int block = 0; block < 4; block++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float y[4] = {a[block][2 * i], has_b ? b[block][2 * i] : 0.f, a[block][2 * i + 1],
-                                has_b ? b[block][2 * i + 1] : 0.f};
-            const float z[2] = {x[block][2 * i], x[block][2 * i + 1]};
-            mma(i & 1 ? odd : d, y, z);
-        }
+    for (int block = 0; block < 4; block++) {
+        const uint4 y = a.block[block], w = has_b ? b.block[block] : make_uint4(0, 0, 0, 0);
+        const uint4 z = x.block[block];
+        const u32 rows[2][4] = {{y.x, w.x, y.y, w.y}, {y.z, w.z, y.w, w.w}};
+        const u32 columns[2][2] = {{z.x, z.y}, {z.z, z.w}};
+        mma_bf16(d, rows[0], columns[0]);
+        mma_bf16(odd, rows[1], columns[1]);
+    }
 #pragma unroll
     for (int e = 0; e < 4; e++) d[e] += odd[e];
 }
 
+// Lanes that differ by WIDTH add up half of their 2 WIDTH values for each other.
+template <int WIDTH>
+DEVICE void share_sums(float (&x)[16], int lane) {
+    const bool up = lane & WIDTH;
+#pragma unroll
+    for (int i = 0; i < WIDTH; i++) {
+        const float low = x[i], high = x[i + WIDTH];
+        x[i] = (up ? high : low) + shuffle_xor(up ? low : high, WIDTH);
+    }
+}
+
 // Lane l's sum over all lanes of value l % 16.
 DEVICE float scatter_sum(float (&x)[16], int lane) {
-#pragma unroll
-    for (int width = 8; width > 0; width /= 2) {
-        bool up = lane & width;
-#pragma unroll
-        for (int i = 0; i < width; i++) {
-            float send = up ? x[i] : x[i + width], keep = up ? x[i + width] : x[i];
-            x[i] = keep + shuffle_xor(send, width);
-        }
-    }
+    share_sums<8>(x, lane);
+    share_sums<4>(x, lane);
+    share_sums<2>(x, lane);
+    share_sums<1>(x, lane);
     return x[0] + shuffle_xor(x[0], 16);
 }
 
@@ -430,9 +435,17 @@ DEVICE void kept_block(u32* pairs, int tile, int g, int c, int block, float (&x)
 #pragma unroll
     for (int e = 0; e < 8; e++) x[e] = real(permute(w[e], 0, half));
 }
-DEVICE void kept_row(u32* pairs, int tile, int g, int c, float (&x)[4][8]) {
+DEVICE Row kept_row(u32* pairs, int tile, int g, int c) {
+    const u32 half = g & 1 ? 0x7632 : 0x5410;
+    Row x;
 #pragma unroll
-    for (int block = 0; block < 4; block++) kept_block(pairs, tile, g, c, block, x[block]);
+    for (int block = 0; block < 4; block++) {
+        const uint4 y = pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c),
+                    z = pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c + 1);
+        x.block[block] = make_uint4(permute(y.x, y.y, half), permute(y.z, y.w, half), permute(z.x, z.y, half),
+                                    permute(z.z, z.w, half));
+    }
+    return x;
 }
 
 // Such rows to where `to(j)` says.
@@ -666,22 +679,24 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     constexpr bool TWO = COLUMNS > 1;
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
-        float drafts[4][8];
-        if (!DELTA) widen(load_row(k_row + (8 * t + g) * p.t_k * ACT_BYTES, 8 * t + g < count, c), drafts);
+        const Row drafts =
+            DELTA ? raw_x[t] : load_row(k_row + (8 * t + g) * p.t_k * ACT_BYTES, 8 * t + g < count, c);
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) pair_d[pair][t][e] = 0.f;
-            gram(pair_d[pair][t], x[pair], x[TWO ? (DELTA ? TILES + pair : 1) : 0], TWO,
-                 DELTA ? x[t] : drafts);
+            gram(pair_d[pair][t], raw_x[pair], raw_x[TWO ? (DELTA ? TILES + pair : 1) : 0], TWO, drafts);
         }
     }
 #endif
 #pragma unroll
     for (int r = 0; r < RECORDS; r++) {
-        float keys[4][8];
-        widen(raw_keys[r], keys);
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) scores[i][r][0] = scores[i][r][1] = 0.f;
         if (flush) keep_keys(kept_keys, r, g, c, raw_keys[r]);
+        if (8 * r >= hist) continue;
+        float keys[4][8];
+        if (ONE || DELTA) widen(raw_keys[r], keys);
         if (DELTA && p.l2norm) {
             float n = shuffle(inverse_root(squares(keys) + 1e-6f), 4 * (lane & 7));
             if (lane >> 3 == r) record_norm = n;
@@ -698,7 +713,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int pair = 0; pair < PAIRS; pair++) {
             const int high_tile = TWO ? (DELTA ? TILES + pair : 1) : 0;
             float d[4] = {0, 0, 0, 0};
-            gram(d, x[pair], x[high_tile], TWO, keys);
+            gram(d, raw_x[pair], raw_x[high_tile], TWO, raw_keys[r]);
             scores[pair][r][0] = d[0], scores[pair][r][1] = d[1];
             if (TWO) scores[high_tile][r][0] = d[2], scores[high_tile][r][1] = d[3];
         }
@@ -730,18 +745,29 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             if (j < hist) gates[j] = *(const float4*)(g_rings + ring_row(j) * K + 4 * lane);
         }
 #pragma unroll
-        for (int j = LR - 1; j >= 0; j--) {
-            float f[4];
-            widen(raw[j], f);
-            square[j] = f[0] * f[0] + f[1] * f[1] + f[2] * f[2] + f[3] * f[3];
+        for (int r = RECORDS - 1; r >= 0; r--) {
+            if (8 * r < hist) {
 #pragma unroll
-            for (int e = 0; e < 4; e++) tilde[j][e] = f[e] * w[e];
-            if (flush)
+                for (int j = 8 * r + 7; j >= 8 * r; j--) {
+                    float f[4];
+                    widen(raw[j], f);
+                    square[j] = f[0] * f[0] + f[1] * f[1] + f[2] * f[2] + f[3] * f[3];
+#pragma unroll
+                    for (int e = 0; e < 4; e++) tilde[j][e] = f[e] * w[e];
+                    w[0] *= expf(gates[j].x), w[1] *= expf(gates[j].y);
+                    w[2] *= expf(gates[j].z), w[3] *= expf(gates[j].w);
+                }
+            } else {
+#pragma unroll
+                for (int j = 8 * r; j < 8 * r + 8; j++)
+                    square[j] = tilde[j][0] = tilde[j][1] = tilde[j][2] = tilde[j][3] = 0.f;
+            }
+        }
+        if (flush)
+#pragma unroll
+            for (int j = 0; j < LR; j++)
                 chunk_of(ring_keys, j, lane) =
                     make_float4(tilde[j][0], tilde[j][1], tilde[j][2], tilde[j][3]);
-            w[0] *= expf(gates[j].x), w[1] *= expf(gates[j].y);
-            w[2] *= expf(gates[j].z), w[3] *= expf(gates[j].w);
-        }
         const float n = scatter_sum(square, lane);
         record_norm = p.l2norm ? inverse_root(n + 1e-6f) : 1.f;
         *(float4*)(total_row + 4 * lane) = make_float4(w[0], w[1], w[2], w[3]);
@@ -774,20 +800,26 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     *(float4*)(g_rings + row * K + 4 * lane) =
                         make_float4(log_decay[0], log_decay[1], log_decay[2], log_decay[3]);
                 if (owns_keys) store4(k_ring + (row * K + 4 * lane) * ACT_BYTES, raw_k[t]);
+                float y[2][4];
 #pragma unroll
-                for (int query_too = 0; query_too < 2; query_too++) {
-                    float y[4], dots[16];
+                for (int e = 0; e < 4; e++) y[0][e] = key[t][e] * grown[e], y[1][e] = query[t][e] * grown[e];
 #pragma unroll
-                    for (int e = 0; e < 4; e++) y[e] = (query_too ? query[t][e] : key[t][e]) * grown[e];
+                for (int i = 0; i < 2; i++)
+                    chunk_of(draft_rows, i * TOKENS + t, lane) =
+                        make_float4(y[i][0] * w[0], y[i][1] * w[1], y[i][2] * w[2], y[i][3] * w[3]);
 #pragma unroll
-                    for (int j = 0; j < LR; j++)
-                        dots[j] =
-                            y[0] * tilde[j][0] + y[1] * tilde[j][1] + y[2] * tilde[j][2] + y[3] * tilde[j][3];
-                    float z = scatter_sum(dots, lane);
-                    int column = query_too * TOKENS + t;
-                    if (lane < LR) shared_scores[column * LR + lane] = z;
-                    chunk_of(draft_rows, column, lane) =
-                        make_float4(y[0] * w[0], y[1] * w[1], y[2] * w[2], y[3] * w[3]);
+                for (int r = 0; r < RECORDS; r++) {  // lanes have the key's scores, then the query's
+                    float z = 0.f;
+                    if (8 * r < hist) {
+                        float dots[16];
+#pragma unroll
+                        for (int i = 0; i < 16; i++) {
+                            const float (&a)[4] = y[i / 8], (&b)[4] = tilde[8 * r + i % 8];
+                            dots[i] = a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3];
+                        }
+                        z = scatter_sum(dots, lane);
+                    }
+                    if (lane < 16) shared_scores[((lane >> 3) * TOKENS + t) * LR + 8 * r + (lane & 7)] = z;
                 }
                 square[t] = key[t][0] * key[t][0] + key[t][1] * key[t][1] + key[t][2] * key[t][2] +
                             key[t][3] * key[t][3];
@@ -1115,14 +1147,12 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #else
 #pragma unroll
             for (int pair = 0; pair < RECORDS / 2; pair++) {
-                float rows[2][4][8];
-#pragma unroll
-                for (int n = 0; n < 2; n++) kept_row(kept_keys, 2 * pair + n, g, c, rows[n]);
+                const Row low = kept_row(kept_keys, 2 * pair, g, c),
+                          high = kept_row(kept_keys, 2 * pair + 1, g, c);
 #pragma unroll
                 for (int r = 0; r <= 2 * pair + 1; r++) {
-                    float keys[4][8], d[4] = {0, 0, 0, 0};
-                    kept_row(kept_keys, r, g, c, keys);
-                    gram(d, rows[0], rows[1], true, keys);
+                    float d[4] = {0, 0, 0, 0};
+                    gram(d, low, high, true, kept_row(kept_keys, r, g, c));
 #pragma unroll
                     for (int n = 0; n < 2; n++) {
                         fold[(16 * pair + g) * LR + 8 * r + 2 * c + n] = d[n];
@@ -1267,7 +1297,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 }
             };
             if (DELTA && flush) {
-#pragma unroll 2
+#pragma unroll
                 for (int block = 0; block < 4; block++) meet(Bool<DELTA>(), block);
             } else {
 #pragma unroll
