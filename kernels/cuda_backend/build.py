@@ -185,7 +185,8 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 def _machine_code(config: Config, arch: str) -> bytes:
     text = source()
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--disable-warnings", *config.defines()]
+    plain = ("--std=c++17", "--device-as-default-execution-space", "--disable-warnings")
+    options = [f"--gpu-architecture={arch}", *plain, *config.defines()]
     version = _checked_pair(nvrtc.nvrtcVersion())
     key = hashlib.sha256("\n".join([text, str(version), *options]).encode()).hexdigest()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
