@@ -209,12 +209,12 @@ def _step(
     params.varlen = index.cu_seqlens is not None
     params.R, params.L, params.T, params.B = R, window, tokens, batch
     params.pad_slot, params.layer = index.pad_slot_id, layer
-    share = share or cut(V, HV // H, batch * HV)
+    share = share or cut(V, batch * HV)
     config = Config(
         rule, V, HV // H, state.dtype, next(n for n in (1, 4, 8, 16) if tokens <= n),
-        2 if window <= 16 else 4, share.units, share.heads, rand_seed is not None,
+        2 if window <= 16 else 4, share.units, rand_seed is not None,
     )  # fmt: skip
-    programs = HV // share.heads * -(-V // (UNIT * share.units))
+    programs = HV * -(-V // (UNIT * share.units))
     params.turns = programs * batch > ONE_WAVE and 1 < batch <= _MOST_TURNS and index.ring_indices is None
     stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
     device = -1 if out.device.index is None else out.device.index

@@ -55,7 +55,6 @@ class Config:
     tokens: int
     records: int
     units: int
-    heads: int
     stochastic: bool
 
     def defines(self) -> list[str]:
@@ -63,7 +62,7 @@ class Config:
         values = {
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
             "STATE": TYPES[self.state_dtype], "TOKENS": self.tokens,
-            "RECORDS": self.records, "UNITS": self.units, "HEADS": self.heads,
+            "RECORDS": self.records, "UNITS": self.units,
             "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in values.items()]

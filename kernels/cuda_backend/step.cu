@@ -1,8 +1,8 @@
 // One decode or verification step of a recurrent layer: Mamba-2, GDN or KDA. A program is one warp; it
-// serves UNITS units of 16 value rows of a head of one row, and of HEADS heads of the same keys in turn.
+// serves UNITS units of 16 value rows of one head of one row.
 //
-// A unit's checkpoint comes by asynchronous copies, a unit ahead, past the end of a head; a head's part of
-// ring and tokens comes in two pieces, each as soon as the head before is done with its place. One token
+// A unit's checkpoint comes by asynchronous copies, a unit ahead; the head's part of ring and tokens comes
+// once. One token
 // meets the checkpoint on plain fp32 lanes; all queries and keys of several tokens meet it in tensor cores:
 // tf32 products of operands split in two terms, so about 22 bits of each factor count. What the units share
 // (scores against the ring and of tokens against each other, the inverse of the delta rule's triangular
@@ -10,7 +10,7 @@
 // while the unit is still in shared memory.
 //
 // Compile-time: RULE (0 Mamba-2, 1 GDN, 2 KDA), V, STATE (0 fp32, 1 bf16, 2 fp16), TOKENS (1, 4, 8
-// or 16, the most a row brings), RECORDS (8-record tiles of the window), UNITS, HEADS, GROUP (value heads per
+// or 16, the most a row brings), RECORDS (8-record tiles of the window), UNITS, GROUP (value heads per
 // key head), STOCHASTIC, PROGRAMS (that a multiprocessor shall hold). The key dimension is 128.
 //
 // Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of a unit it holds value rows 2g and 2g + 1, as rows g
@@ -34,8 +34,6 @@ constexpr int X_TERMS = KDA ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
 // Shared memory, in bytes: stages of a unit's checkpoint, then rows of ring and tokens, then what the units
 // share.
 constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
-constexpr int PIECE =
-    HEADS > 1 ? (UNITS + 1) / 2 : UNITS;  // units whose part of ring and tokens comes together
 constexpr bool EVEN = V % FULL == 0, DIRECT = ONE && UNITS == 1;  // results straight from registers
 constexpr int SIDE_ROW = FULL * ACT_BYTES, SIDE_BYTES = (LR + TOKENS) * SIDE_ROW;
 constexpr int MATRIX = TOKENS * TOKENS, SUMS = KDA && !ONE ? (MATRIX + 15) / 16 * 16 : 0;
@@ -383,22 +381,20 @@ DEVICE void store_unit(const unsigned char* stage, char* to, int rows, int lane)
 }
 
 // Rows of a head's values of the ring or of tokens lie in groups of 16 values, one for each unit, the groups
-// swizzled by row. They are copied by pieces, of which a row has CHUNKS of 16 bytes.
-constexpr int CHUNKS = PIECE * ACT_BYTES;
+// swizzled by row.
+constexpr int CHUNKS = UNITS * ACT_BYTES;  // of 16 bytes
 DEVICE int group_of(int row, int unit) { return UNITS % 4 == 0 ? unit ^ ((row >> 1) & 3) : unit; }
 DEVICE int chunk_at(int row, int chunk) {
     return row * SIDE_ROW + 16 * (group_of(row, chunk / ACT_BYTES) * ACT_BYTES + chunk % ACT_BYTES);
 }
-DEVICE bool has_chunk(int chunk, int values) {
-    return (UNITS % PIECE == 0 || chunk < UNITS * ACT_BYTES) && (EVEN || chunk * (16 / ACT_BYTES) < values);
-}
+DEVICE bool has_chunk(int chunk, int values) { return EVEN || chunk * (16 / ACT_BYTES) < values; }
 
 template <int ROWS, typename From, typename Has>
-DEVICE void fetch_rows(unsigned char* side, int lane, int first_unit, int values, From from, Has has) {
+DEVICE void fetch_rows(unsigned char* side, int lane, int values, From from, Has has) {
 #pragma unroll
     for (int i = 0; i < (ROWS * CHUNKS + 31) / 32; i++) {
-        const int at = 32 * i + lane, j = at / CHUNKS, chunk = first_unit * ACT_BYTES + at % CHUNKS;
-        if ((ROWS * CHUNKS % 32 == 0 || j < ROWS) && (UNITS % PIECE == 0 || chunk < UNITS * ACT_BYTES))
+        const int at = 32 * i + lane, j = at / CHUNKS, chunk = at % CHUNKS;
+        if (ROWS * CHUNKS % 32 == 0 || j < ROWS)
             copy_async(side + chunk_at(j, chunk), from(j) + 16 * chunk, has(j) && has_chunk(chunk, values));
     }
 }
@@ -450,9 +446,9 @@ DEVICE Row kept_row(u32* pairs, int tile, int g, int c) {
 
 // Such rows to where `to(j)` says.
 template <typename To>
-DEVICE void copy_rows(const unsigned char* side, int lane, int rows, int first_unit, int values, To to) {
+DEVICE void copy_rows(const unsigned char* side, int lane, int rows, int values, To to) {
     for (int at = lane; at < rows * CHUNKS; at += 32) {
-        const int j = at / CHUNKS, chunk = first_unit * ACT_BYTES + at % CHUNKS;
+        const int j = at / CHUNKS, chunk = at % CHUNKS;
         if (has_chunk(chunk, values))
             *(uint4*)(to(j) + 16 * chunk) = *(const uint4*)(side + chunk_at(j, chunk));
     }
@@ -542,8 +538,7 @@ DEVICE int row_in_turn(const Params& p, int lane) {
 extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __grid_constant__ Params p) {
     const int lane = lane_id(), g = lane >> 2, c = lane & 3, b = row_in_turn(p, lane);
     constexpr int PARTS = (V + FULL - 1) / FULL;
-    static_assert(HEADS == 1 || (V == FULL && UNITS > 1 && !KDA && GROUP % HEADS == 0));
-    const int part = grid_x() % PARTS, first_head = grid_x() / PARTS * HEADS, key_head = first_head / GROUP;
+    const int part = grid_x() % PARTS, head = grid_x() / PARTS, key_head = head / GROUP;
     const int v_part = part * FULL;
 
     // the row
@@ -552,21 +547,21 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     const int count = where.count, start = where.start, hist = where.hist;
     const int written = p.varlen ? count : p.T;  // tokens whose output this row owns
     const i64 batch = p.varlen ? 0 : b;
-    char* const out_rows =
-        (char*)p.out + (batch * p.b_out + first * p.t_out + (i64)first_head * V) * ACT_BYTES;
+    char* const out_row = (char*)p.out + (batch * p.b_out + first * p.t_out + (i64)head * V) * ACT_BYTES;
     if (count == 0) {
         for (int t = 0; t < written; t++)
-            for (int v = v_part + 2 * lane; v < V * HEADS && v < v_part + FULL * HEADS; v += 64)
-                store2(out_rows + (t * p.t_out + v) * ACT_BYTES, round2(0.f, 0.f));
+            for (int v = v_part + 2 * lane; v < V && v < v_part + FULL; v += 64)
+                store2(out_row + (t * p.t_out + v) * ACT_BYTES, round2(0.f, 0.f));
         return;
     }
 
     // the first units are on their way before anything else
-    char* const states = (char*)p.state + (slot * p.s_state + (i64)first_head * V * K) * STATE_BYTES;
-    auto issue_unit = [&](int at, int stage) {  // unit `at % UNITS` of head `at / UNITS`
-        int v = v_part + 16 * at;
-        if (at < HEADS * UNITS)
-            fetch_unit(shared_memory + stage * UNIT_BYTES, states + (i64)v * (K * STATE_BYTES), V - v, lane);
+    char* const head_state = (char*)p.state + (slot * p.s_state + (i64)head * V * K) * STATE_BYTES;
+    auto issue_unit = [&](int unit, int stage) {
+        int v = v_part + 16 * unit;
+        if (unit < UNITS)
+            fetch_unit(shared_memory + stage * UNIT_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v,
+                       lane);
     };
     issue_unit(0, 0);
     const bool flush = hist + count > p.L, is_record = lane < hist, is_token = lane < count;
@@ -577,48 +572,31 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         (const char*)p.q_in + (batch * p.b_q + first * p.t_q + (i64)key_head * K) * ACT_BYTES;
     const char* const k_row =
         (const char*)p.k_in + (batch * p.b_k + first * p.t_k + (i64)key_head * K) * ACT_BYTES;
-    const char* const v_rows =
-        (const char*)p.v_in + (batch * p.b_v + first * p.t_v + (i64)first_head * V) * ACT_BYTES;
+    const char* const v_row =
+        (const char*)p.v_in + (batch * p.b_v + first * p.t_v + (i64)head * V) * ACT_BYTES;
     char* const k_ring = (char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
-    char* const u_rings = (char*)p.u + (ring * p.s_u + first_head * p.h_u) * ACT_BYTES;
-    char* const v_rings = (char*)p.v + (ring * p.s_v + first_head * p.h_v) * ACT_BYTES;
-    float* const g_rings = (float*)p.g + ring * p.s_g + first_head * p.h_g;
-    float* const beta_rings = (float*)p.beta + ring * p.s_beta + first_head * p.h_beta;
-    const bool owns_gates = part == 0, owns_keys = part == 0 && first_head % GROUP == 0;
+    char* const u_ring = (char*)p.u + (ring * p.s_u + head * p.h_u) * ACT_BYTES;
+    char* const v_ring = (char*)p.v + (ring * p.s_v + head * p.h_v) * ACT_BYTES;
+    float* const g_ring = (float*)p.g + ring * p.s_g + head * p.h_g;
+    float* const beta_ring = (float*)p.beta + ring * p.s_beta + head * p.h_beta;
+    const bool owns_gates = part == 0, owns_keys = part == 0 && head % GROUP == 0;
     auto ring_row = [&](int j) {
         int row = start + j;
         return row >= p.R ? row - p.R : row;
     };
 
-    // a head's raw scalars: lane `t` has those of token t and of record t, lanes 0, 1 and 2 the parameters
-    struct Scalars {
-        u32 gate, beta, parameter;
-        float old_gate, old_beta;
-    };
-    auto fetch_scalars = [&](int nth) {
-        const int head = first_head + nth;
-        Scalars x = {0, 0, 0, 0.f, 0.f};
-        if (!KDA)
-            x.gate = fetch_scalar(p.g_in, batch * p.b_g + (first + lane) * p.t_g + head, p.g_type, is_token);
-        if (DELTA)
-            x.beta = fetch_scalar(p.beta_in, batch * p.b_beta + (first + lane) * p.t_beta + head, p.beta_type,
-                                  is_token);
-        x.parameter = fetch_scalar(lane == 0   ? p.A
-                                   : lane == 1 ? p.dt_bias
-                                               : p.D,
-                                   head,
-                                   lane == 0   ? p.A_type
-                                   : lane == 1 ? p.bias_type
-                                               : p.D_type,
-                                   lane == 0 || (!KDA && lane == 1) || (!DELTA && lane == 2));
-        if (!KDA && is_record) x.old_gate = g_rings[nth * p.h_g + ring_row(lane)];
-        if (DELTA && flush && is_record) x.old_beta = beta_rings[nth * p.h_beta + ring_row(lane)];
-        return x;
-    };
-    auto parameter = [&](const Scalars& x, int which, int type) {
-        return scalar(bits(shuffle(real(x.parameter), which)), type);
-    };
-    Scalars next = fetch_scalars(0);
+    // raw scalars, of which lane `t` has those of token t and of record t
+    u32 raw_gate = 0, raw_beta = 0;
+    if (!KDA)
+        raw_gate = fetch_scalar(p.g_in, batch * p.b_g + (first + lane) * p.t_g + head, p.g_type, is_token);
+    if (DELTA)
+        raw_beta = fetch_scalar(p.beta_in, batch * p.b_beta + (first + lane) * p.t_beta + head, p.beta_type,
+                                is_token);
+    const u32 raw_A = fetch_scalar(p.A, head, p.A_type, true);
+    const u32 raw_bias = KDA ? 0 : fetch_scalar(p.dt_bias, head, p.bias_type, true);
+    const float skip = DELTA ? 0.f : scalar(fetch_scalar(p.D, head, p.D_type, true), p.D_type);
+    const float old_gate = !KDA && is_record ? g_ring[ring_row(lane)] : 0.f;
+    const float old_beta = DELTA && flush && is_record ? beta_ring[ring_row(lane)] : 0.f;
 #if RULE != 2
     Row raw_x[COLUMNS];
 #pragma unroll
@@ -638,18 +616,12 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         raw_keys[r] = load_row(k_ring + ring_row(8 * r + g) * (K * ACT_BYTES), 8 * r + g < hist, c);
 #endif
     unsigned char* const side = shared_memory + AT_SIDE;
-    auto fetch_side = [&](int nth, int first_unit) {
-        fetch_rows<LR>(
-            side, lane, first_unit, V - v_part,
-            [&](int j) { return u_rings + (nth * p.h_u + ring_row(j) * V + v_part) * ACT_BYTES; },
-            [&](int j) { return j < hist; });
-        fetch_rows<TOKENS>(
-            side + LR * SIDE_ROW, lane, first_unit, V - v_part,
-            [&](int t) { return v_rows + (t * p.t_v + nth * V + v_part) * ACT_BYTES; },
-            [&](int t) { return t < count; });
-    };
-#pragma unroll 1
-    for (int unit = 0; unit < UNITS; unit += PIECE) fetch_side(0, unit);
+    fetch_rows<LR>(
+        side, lane, V - v_part, [&](int j) { return u_ring + (ring_row(j) * V + v_part) * ACT_BYTES; },
+        [&](int j) { return j < hist; });
+    fetch_rows<TOKENS>(
+        side + LR * SIDE_ROW, lane, V - v_part,
+        [&](int t) { return v_row + (t * p.t_v + v_part) * ACT_BYTES; }, [&](int t) { return t < count; });
     u32* const kept_keys = (u32*)(shared_memory + AT_KEYS);
     copies_commit();
 
@@ -733,16 +705,15 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int t = 0; t < TOKENS; t++) {
             raw_k[t] = load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, t < count);
             raw_q[t] = load4(q_row + (t * p.t_q + 4 * lane) * ACT_BYTES, t < count);
-            raw_g[t] =
-                fetch_four(p.g_in, batch * p.b_g + (first + t) * p.t_g + (i64)first_head * K + 4 * lane,
-                           p.g_type, t < count);
+            raw_g[t] = fetch_four(p.g_in, batch * p.b_g + (first + t) * p.t_g + (i64)head * K + 4 * lane,
+                                  p.g_type, t < count);
         }
-        const uint4 channel_bias = fetch_four(p.dt_bias, (i64)first_head * K + 4 * lane, p.bias_type, true);
+        const uint4 channel_bias = fetch_four(p.dt_bias, (i64)head * K + 4 * lane, p.bias_type, true);
 #pragma unroll
         for (int j = 0; j < LR; j++) {
             raw[j] = load4(k_ring + (ring_row(j) * K + 4 * lane) * ACT_BYTES, j < hist);
             gates[j] = make_float4(0, 0, 0, 0);
-            if (j < hist) gates[j] = *(const float4*)(g_rings + ring_row(j) * K + 4 * lane);
+            if (j < hist) gates[j] = *(const float4*)(g_ring + ring_row(j) * K + 4 * lane);
         }
 #pragma unroll
         for (int r = RECORDS - 1; r >= 0; r--) {
@@ -774,7 +745,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 
         float key[TOKENS][4], query[TOKENS][4], decay[TOKENS][4], grown[4] = {1, 1, 1, 1}, bias[4];
         float* const shared_scores = (float*)(shared_memory + AT_SCORES);
-        const float speed = p.A ? expf(parameter(next, 0, p.A_type)) : 0.f;
+        const float speed = p.A ? expf(scalar(raw_A, p.A_type)) : 0.f;
         four(channel_bias, p.bias_type, bias);
 #pragma unroll
         for (int t = 0; t < 16; t++) square[t] = 0.f;
@@ -797,7 +768,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     grown[e] *= decay[t][e];
                 }
                 if (owns_gates)
-                    *(float4*)(g_rings + row * K + 4 * lane) =
+                    *(float4*)(g_ring + row * K + 4 * lane) =
                         make_float4(log_decay[0], log_decay[1], log_decay[2], log_decay[3]);
                 if (owns_keys) store4(k_ring + (row * K + 4 * lane) * ACT_BYTES, raw_k[t]);
                 float y[2][4];
@@ -914,648 +885,623 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     const i64 seed = 0;
 #endif
 
-#pragma unroll 1
-    for (int nth = 0; nth < HEADS; nth++) {
-        const int head = first_head + nth;
-        const Scalars raw = next;
-        if (nth + 1 < HEADS) next = fetch_scalars(nth + 1);
-        char* const u_ring = u_rings + nth * p.h_u * ACT_BYTES;
-        char* const v_ring = v_rings + nth * p.h_v * ACT_BYTES;
-        char* const out_row = out_rows + nth * (V * ACT_BYTES);
-
-        // gates of token `lane`
-        float gate = 0.f, beta = 0.f, rate = 1.f;
-        const float A = parameter(raw, 0, p.A_type), skip = DELTA ? 0.f : parameter(raw, 2, p.D_type);
-        const float bias = KDA ? 0.f : parameter(raw, 1, p.bias_type);
-        const int new_row = ring_row(hist + (is_token ? lane : 0));
-        if (!DELTA) rate = A;
-        if (is_token) {
-            if (!KDA) {
-                gate = scalar(raw.gate, p.g_type) + bias;
-                if (DELTA ? p.A != 0 : p.softplus != 0) gate = softplus(gate);
-                if (DELTA && p.A) gate *= -expf(A);
-                if (owns_gates) g_rings[nth * p.h_g + new_row] = gate;
-            }
-            if (DELTA) {
-                beta = scalar(raw.beta, p.beta_type);
-                if (p.A) beta = sigmoid(beta);
-                if (owns_gates) beta_rings[nth * p.h_beta + new_row] = beta;
-            }
-        }
-
-        float total = 1.f, path = 0.f, weight = record_norm;  // of the checkpoint; of token and record `lane`
+    // gates of token `lane`
+    float gate = 0.f, beta = 0.f, rate = 1.f;
+    const float A = scalar(raw_A, p.A_type);
+    const int new_row = ring_row(hist + (is_token ? lane : 0));
+    if (!DELTA) rate = A;
+    if (is_token) {
         if (!KDA) {
-            const float later = shuffle(raw.old_gate, (lane + 1) & 31);
-            const float reach = sum_from(lane == 31 ? 0.f : later, lane);
-            total = expf(rate * (shuffle(raw.old_gate, 0) + shuffle(reach, 0)));
-            path = ONE ? gate : sum_to(gate, lane);
-            weight = DELTA ? record_norm * expf(reach) : raw.old_gate * expf(rate * reach);
+            gate = scalar(raw_gate, p.g_type) + scalar(raw_bias, p.bias_type);
+            if (DELTA ? p.A != 0 : p.softplus != 0) gate = softplus(gate);
+            if (DELTA && p.A) gate *= -expf(A);
+            if (owns_gates) g_ring[new_row] = gate;
         }
+        if (DELTA) {
+            beta = scalar(raw_beta, p.beta_type);
+            if (p.A) beta = sigmoid(beta);
+            if (owns_gates) beta_ring[new_row] = beta;
+        }
+    }
 
-        // factors in the layout of results: records and columns 2c and 2c + 1
-        float record_weight[RECORDS][2], column_factor[COLUMNS][2], column_norm[COLUMNS],
-            ring_b[COLUMNS][RECORDS][2];
+    float total = 1.f, path = 0.f, weight = record_norm;  // of the checkpoint; of token and record `lane`
+    if (!KDA) {
+        const float later = shuffle(old_gate, (lane + 1) & 31);
+        const float reach = sum_from(lane == 31 ? 0.f : later, lane);
+        total = expf(rate * (shuffle(old_gate, 0) + shuffle(reach, 0)));
+        path = ONE ? gate : sum_to(gate, lane);
+        weight = DELTA ? record_norm * expf(reach) : old_gate * expf(rate * reach);
+    }
+
+    // factors in the layout of results: records and columns 2c and 2c + 1
+    float record_weight[RECORDS][2], column_factor[COLUMNS][2], column_norm[COLUMNS],
+        ring_b[COLUMNS][RECORDS][2];
+#pragma unroll
+    for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            record_weight[r][n] = shuffle(weight, 8 * r + 2 * c + n);
+#pragma unroll
+            for (int i = 0; i < COLUMNS; i++) ring_b[i][r][n] = scores[i][r][n] * record_weight[r][n];
+        }
+    const float grown = KDA ? 1.f : expf(rate * path);  // of token `lane`
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) {
+        bool query = ONE ? i == COLUMNS - 1 : SHARED_TILE ? g >= 4 : (!DELTA || i >= TILES);
+        column_norm[i] = norm[i] * (DELTA && query ? p.scale : 1.f);
+        float f = column_norm[i];
+        if (!KDA) f *= shuffle(grown, ONE ? 0 : SHARED_TILE ? g & 3 : 8 * (i % TILES) + g);
+#pragma unroll
+        for (int n = 0; n < 2; n++) column_factor[i][n] = ONE ? f : shuffle(f, 4 * (2 * c + n));
+    }
+
+#if TOKENS == 1
+    const float one_beta = shuffle(beta, 0);
+    const float answer = own * (DELTA ? column_norm[0] * column_norm[COLUMNS - 1] : shuffle(gate, 0)) + skip;
+#else
+    // the ring's scores as operands, in terms
+    u32 ring_terms[COLUMNS][RECORDS / 2][3][2];
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++)
+#pragma unroll
+        for (int r = 0; r < RECORDS; r++) {
+            u32 terms[3];
+            cut_terms(ring_b[i][r][0], ring_b[i][r][1], terms);
+#pragma unroll
+            for (int t = 0; t < 3; t++) ring_terms[i][r / 2][t][r % 2] = terms[t];
+        }
+    // tokens upon tokens: the inverse of the triangular system, and what outputs take of its right side,
+    // as operands: [token 8 s + g][token 8 j + 2c + n]
+    float solve_b[TILES][TILES][2], reply_b[TILES][TILES][2], token_beta[TILES][2];
+    float* const solve = (float*)(shared_memory + AT_SOLVE);
+    float* const reply = (float*)(shared_memory + AT_REPLY);
+    if (TOKENS == 4 && count == 1) {
+        const float first_key_norm = DELTA ? shuffle(column_norm[0], 0) : shuffle(gate, 0);
+#if RULE == 2
+        const float y = sums[0];
+#else
+        const float y = pair_d[0][0][0];
+#endif
+        const float answer = y * first_key_norm * (DELTA ? column_norm[0] : 1.f);
+        solve_b[0][0][0] = SHARED_TILE ? (lane == 0 ? 1.f : lane == 16 ? answer : 0.f) : 0.f;
+        reply_b[0][0][0] = lane == 0 ? answer : 0.f;
+        solve_b[0][0][1] = reply_b[0][0][1] = 0.f;
+    } else {
+#if RULE != 2
+        float* const kk = solve;  // each lane turns its cells into the system's
+        float* const qk = reply;
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; pair++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const int j = 8 * t + 2 * c + n;
+                    const float y = pair_d[pair][t][n], z = pair_d[pair][t][2 + n];
+                    if (SHARED_TILE) {
+                        if (c < 2) (g < 4 ? kk : qk)[(g & 3) * TOKENS + j] = y;
+                    } else if (DELTA) {
+                        kk[(8 * pair + g) * TOKENS + j] = y;
+                        qk[(8 * pair + g) * TOKENS + j] = z;
+                    } else if (j < TOKENS) {
+                        if (g < TOKENS) qk[g * TOKENS + j] = y;
+                        if (TWO) qk[(8 + g) * TOKENS + j] = z;
+                    }
+                }
+        warp_sync();
+#endif
+        float token_key_norm = 1.f, token_query_norm = 1.f;  // of token `lane`
+        if (DELTA) {
+#pragma unroll
+            for (int t = 0; t < TILES; t++) {
+                float y = shuffle(column_norm[SHARED_TILE ? 0 : t], 4 * (lane & (SHARED_TILE ? 3 : 7)));
+                float z = shuffle(column_norm[SHARED_TILE ? 0 : TILES + t],
+                                  SHARED_TILE ? 4 * (4 + (lane & 3)) : 4 * (lane & 7));
+                if (lane / 8 == t) token_key_norm = y, token_query_norm = z;
+            }
+        }
+        float log_decay = 0.f;
+#pragma unroll
+        for (int s = 0; s < TOKENS; s++) {  // column `lane`
+            const float gate_s = shuffle(gate, s), beta_s = shuffle(beta, s);
+            const float key_s = shuffle(token_key_norm, s), query_s = shuffle(token_query_norm, s);
+            if (s > lane) log_decay += gate_s;
+            if (lane < TOKENS) {
+                float m = 0.f, n = 0.f;
+                if (s >= lane && s < count) {
+                    const float decay = KDA ? 1.f : expf(rate * log_decay);
+#if RULE == 2
+                    n = sums[pair_at(s, lane, true)];
+                    if (s > lane) m = sums[pair_at(s, lane, false)];
+#else
+                    n = qk[s * TOKENS + lane] * decay;
+                    if (DELTA && s > lane) m = kk[s * TOKENS + lane] * decay;
+#endif
+                    n *= DELTA ? query_s * token_key_norm : gate;
+                    m *= beta_s * key_s * token_key_norm;
+                }
+                solve[s * TOKENS + lane] = m;
+                reply[s * TOKENS + lane] = n;
+            }
+        }
+        warp_sync();
+        if (DELTA) {
+            float inverse[TOKENS], answer[TOKENS];
+            const int j = lane % TOKENS;
+#pragma unroll
+            for (int s = 0; s < TOKENS; s++) {
+                float y = s == j ? 1.f : 0.f;
+#pragma unroll
+                for (int i = 0; i < s; i++) y -= solve[s * TOKENS + i] * inverse[i];
+                inverse[s] = y;
+                float z = 0.f;
+#pragma unroll
+                for (int i = 0; i <= s; i++) z += reply[s * TOKENS + i] * inverse[i];
+                answer[s] = z;
+            }
+            warp_sync();
+            if (lane < TOKENS)
+#pragma unroll
+                for (int s = 0; s < TOKENS; s++)
+                    solve[s * TOKENS + lane] = inverse[s], reply[s * TOKENS + lane] = answer[s];
+            warp_sync();
+        }
+#pragma unroll
+        for (int s = 0; s < TILES; s++)
+#pragma unroll
+            for (int j = 0; j < TILES; j++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const int at = 8 * j + 2 * c + n;
+                    if (SHARED_TILE) {
+                        solve_b[s][j][n] =
+                            c < 2 ? (g < 4 ? solve : reply)[(g & 3) * TOKENS + at % TOKENS] : 0.f;
+                    } else {
+                        const bool inside = 8 * s + g < TOKENS && at < TOKENS;
+                        const int cell = inside ? (8 * s + g) * TOKENS + at : 0;
+                        if (DELTA) solve_b[s][j][n] = solve[cell];
+                        reply_b[s][j][n] = inside ? reply[cell] : 0.f;
+                    }
+                }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2; n++) token_beta[t][n] = shuffle(beta, 8 * t + 2 * c + n);
+#endif
+
+    // the fold's triangular system, its inverse and its factors
+    float fold_factor[RECORDS][2], fold_beta[RECORDS][2];
+    if (DELTA && flush) {
+        warp_sync();
+        float raw_factor = record_norm;
+#if RULE == 2
+        // later[d] is the key of the record d before, decayed to the record at hand
+        float later[LR][4], w[4] = {1, 1, 1, 1};
+#pragma unroll
+        for (int d = 0; d < LR; d++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) later[d][e] = 0.f;
+#pragma unroll 2
+        for (int s = 0; s < LR; s++) {
+            float key[4], dots[16];
+            widen(load4(k_ring + (ring_row(s) * K + 4 * lane) * ACT_BYTES, s < hist), key);
+            float4 y = make_float4(0, 0, 0, 0);
+            if (s < hist) y = *(const float4*)(g_ring + ring_row(s) * K + 4 * lane);
+            const float decay[4] = {expf(y.x), expf(y.y), expf(y.z), expf(y.w)};
+#pragma unroll
+            for (int d = LR - 1; d > 0; d--) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) later[d][e] = later[d - 1][e] * decay[e];
+                dots[d] =
+                    later[d][0] * key[0] + later[d][1] * key[1] + later[d][2] * key[2] + later[d][3] * key[3];
+            }
+            dots[0] = 0.f;
+#pragma unroll
+            for (int e = 0; e < 4; e++) later[0][e] = key[e], w[e] *= decay[e];
+            chunk_of(draft_rows, s, lane) =
+                make_float4(key[0] * w[0], key[1] * w[1], key[2] * w[2], key[3] * w[3]);
+            const float z = scatter_sum(dots, lane);
+            if (lane < LR && lane <= s) fold[s * LR + s - lane] = z;
+        }
+#else
+#pragma unroll
+        for (int pair = 0; pair < RECORDS / 2; pair++) {
+            const Row low = kept_row(kept_keys, 2 * pair, g, c),
+                      high = kept_row(kept_keys, 2 * pair + 1, g, c);
+#pragma unroll
+            for (int r = 0; r <= 2 * pair + 1; r++) {
+                float d[4] = {0, 0, 0, 0};
+                gram(d, low, high, true, kept_row(kept_keys, r, g, c));
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    fold[(16 * pair + g) * LR + 8 * r + 2 * c + n] = d[n];
+                    fold[(16 * pair + 8 + g) * LR + 8 * r + 2 * c + n] = d[2 + n];
+                }
+            }
+        }
+        raw_factor *= expf(sum_to(old_gate, lane));
+#endif
+        warp_sync();
+        float log_decay = 0.f;
+        for (int s = 0; s < LR; s++) {  // column `lane`
+            const float left = shuffle(old_beta * record_norm, s);
+            if (!KDA) {
+                const float gate_s = shuffle(old_gate, s);
+                if (s > lane) log_decay += gate_s;
+            }
+            if (lane < LR) {
+                const bool inside = s > lane && s < hist;
+                const float y = inside ? fold[s * LR + lane] : 0.f;
+                fold[s * LR + lane] = inside ? y * left * record_norm * (KDA ? 1.f : expf(log_decay)) : 0.f;
+            }
+        }
+        warp_sync();
+        float inverse[LR];
+#pragma unroll
+        for (int s = 0; s < LR; s++) {
+            float y = s == lane ? 1.f : 0.f;
+#pragma unroll
+            for (int i = 0; i < s; i++) y -= fold[s * LR + i] * inverse[i];
+            inverse[s] = y;
+        }
+        warp_sync();
+        if (lane < LR)
+#pragma unroll
+            for (int s = 0; s < LR; s++) fold[s * LR + lane] = inverse[s];
+        warp_sync();
 #pragma unroll
         for (int r = 0; r < RECORDS; r++)
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                record_weight[r][n] = shuffle(weight, 8 * r + 2 * c + n);
-#pragma unroll
-                for (int i = 0; i < COLUMNS; i++) ring_b[i][r][n] = scores[i][r][n] * record_weight[r][n];
+                fold_factor[r][n] = shuffle(raw_factor, 8 * r + 2 * c + n);
+                fold_beta[r][n] = shuffle(old_beta, 8 * r + 2 * c + n);
             }
-        const float grown = KDA ? 1.f : expf(rate * path);  // of token `lane`
-#pragma unroll
-        for (int i = 0; i < COLUMNS; i++) {
-            bool query = ONE ? i == COLUMNS - 1 : SHARED_TILE ? g >= 4 : (!DELTA || i >= TILES);
-            column_norm[i] = norm[i] * (DELTA && query ? p.scale : 1.f);
-            float f = column_norm[i];
-            if (!KDA) f *= shuffle(grown, ONE ? 0 : SHARED_TILE ? g & 3 : 8 * (i % TILES) + g);
-#pragma unroll
-            for (int n = 0; n < 2; n++) column_factor[i][n] = ONE ? f : shuffle(f, 4 * (2 * c + n));
+    }
+
+#pragma unroll 1
+    for (int unit = 0; unit < UNITS; unit++) {
+        const int v = v_part + 16 * unit + 2 * g;
+        const bool inside = EVEN || v < V;
+        const int stage = single ? 0 : unit % STAGES;
+        unsigned char* const tile_at = shared_memory + stage * UNIT_BYTES;
+        auto side_at = [&](int row,
+                           int first_row = 0) {  // this lane's two values of a row of ring or tokens
+            return side + (first_row + row) * SIDE_ROW + (group_of(row, unit) * 16 + 2 * g) * ACT_BYTES;
+        };
+        if (unit == 0 || single) copies_wait<0>();
+        else copies_wait<STAGES - 1>();
+        warp_sync();
+        if (unit == 0 && !DIRECT) {
+            copy_rows(side + LR * SIDE_ROW, lane, count, V - v_part, [&](int t) {
+                return (DELTA ? v_ring : u_ring) + (ring_row(hist + t) * V + v_part) * ACT_BYTES;
+            });
+            warp_sync();
         }
 
+        // what a fold needs besides, on its way early
+        u32 kept[RECORDS][2];
+        if (DELTA && flush) {
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const int j = 8 * r + 2 * c + n;
+                    kept[r][n] = round2(0.f, 0.f);
+                    if (inside && j < hist) kept[r][n] = load2(v_ring + (ring_row(j) * V + v) * ACT_BYTES);
+                }
+        }
+
+        // checkpoint times columns, and times the history's keys where it is folded
+        float acc[COLUMNS][4], acc_low[COLUMNS][4], rest[RECORDS][4], rest_low[RECORDS][4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+#pragma unroll
+            for (int i = 0; i < COLUMNS; i++) acc[i][e] = acc_low[i][e] = 0.f;
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++) rest[r][e] = rest_low[r][e] = 0.f;
+        }
+        auto meet = [&](auto with_history, int block) {
+            constexpr bool HISTORY = with_history.value;
+            float rows[2][8], keys[RECORDS][8], part[RECORDS][4];
+#pragma unroll
+            for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
+            if constexpr (HISTORY) {
+#pragma unroll
+                for (int r = 0; r < RECORDS; r++) {
+                    if constexpr (KDA) shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
+                    else kept_block(kept_keys, r, g, c, block, keys[r]);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) part[r][e] = 0.f;
+                }
+            }
+            if constexpr (ONE) {
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+#pragma unroll
+                    for (int i = 0; i < COLUMNS; i++) {
+                        acc[i][2 * (e & 1)] += rows[0][e] * x[i][block][e];
+                        acc[i][2 * (e & 1) + 1] += rows[1][e] * x[i][block][e];
+                    }
+            }
+            if constexpr (HISTORY || !ONE) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1],
+                                        rows[1][2 * i + 1]};
+                    float h[4], l[4];
+                    split<S_TERMS, HISTORY>(y, h, l);
+                    if constexpr (!ONE) {
+#pragma unroll
+                        for (int n = 0; n < COLUMNS; n++) {
+                            const float z[2] = {x[n][block][2 * i], x[n][block][2 * i + 1]};
+                            product<S_TERMS, X_TERMS>(acc[n], acc_low[n], h, l, z);
+                        }
+                    }
+                    if constexpr (HISTORY) {
+#pragma unroll
+                        for (int r = 0; r < RECORDS; r++) {
+                            const float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
+                            product<S_TERMS, X_TERMS, true>(part[r], rest_low[r], h, l, z);
+                        }
+                    }
+                }
+            }
+            if constexpr (HISTORY) {  // tensor cores cut their sums off, so they don't make long ones
+#pragma unroll
+                for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) rest[r][e] += part[r][e];
+            }
+        };
+        if (DELTA && flush) {
+#pragma unroll
+            for (int block = 0; block < 4; block++) meet(Bool<DELTA>(), block);
+        } else {
+#pragma unroll
+            for (int block = 0; block < 4; block++) meet(Bool<false>(), block);
+        }
+
+        // the ring, and the columns' factors
+        u32 past[RECORDS][2];
+#pragma unroll
+        for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+            for (int n = 0; n < 2; n++) past[r][n] = load2(side_at(8 * r + 2 * c + n));
 #if TOKENS == 1
-        const float one_beta = shuffle(beta, 0);
-        const float answer =
-            own * (DELTA ? column_norm[0] * column_norm[COLUMNS - 1] : shuffle(gate, 0)) + skip;
-#else
-        // the ring's scores as operands, in terms
-        u32 ring_terms[COLUMNS][RECORDS / 2][3][2];
+        float y[COLUMNS][2];  // of rows 2g and 2g + 1
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++)
 #pragma unroll
-            for (int r = 0; r < RECORDS; r++) {
-                u32 terms[3];
-                cut_terms(ring_b[i][r][0], ring_b[i][r][1], terms);
-#pragma unroll
-                for (int t = 0; t < 3; t++) ring_terms[i][r / 2][t][r % 2] = terms[t];
-            }
-        // tokens upon tokens: the inverse of the triangular system, and what outputs take of its right side,
-        // as operands: [token 8 s + g][token 8 j + 2c + n]
-        float solve_b[TILES][TILES][2], reply_b[TILES][TILES][2], token_beta[TILES][2];
-        float* const solve = (float*)(shared_memory + AT_SOLVE);
-        float* const reply = (float*)(shared_memory + AT_REPLY);
-        if (TOKENS == 4 && count == 1) {
-            const float first_key_norm = DELTA ? shuffle(column_norm[0], 0) : shuffle(gate, 0);
-#if RULE == 2
-            const float y = sums[0];
-#else
-            const float y = pair_d[0][0][0];
-#endif
-            const float answer = y * first_key_norm * (DELTA ? column_norm[0] : 1.f);
-            solve_b[0][0][0] = SHARED_TILE ? (lane == 0 ? 1.f : lane == 16 ? answer : 0.f) : 0.f;
-            reply_b[0][0][0] = lane == 0 ? answer : 0.f;
-            solve_b[0][0][1] = reply_b[0][0][1] = 0.f;
-        } else {
-#if RULE != 2
-            float* const kk = solve;  // each lane turns its cells into the system's
-            float* const qk = reply;
-#pragma unroll
-            for (int t = 0; t < TILES; t++)
-#pragma unroll
-                for (int pair = 0; pair < PAIRS; pair++)
-#pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        const int j = 8 * t + 2 * c + n;
-                        const float y = pair_d[pair][t][n], z = pair_d[pair][t][2 + n];
-                        if (SHARED_TILE) {
-                            if (c < 2) (g < 4 ? kk : qk)[(g & 3) * TOKENS + j] = y;
-                        } else if (DELTA) {
-                            kk[(8 * pair + g) * TOKENS + j] = y;
-                            qk[(8 * pair + g) * TOKENS + j] = z;
-                        } else if (j < TOKENS) {
-                            if (g < TOKENS) qk[g * TOKENS + j] = y;
-                            if (TWO) qk[(8 + g) * TOKENS + j] = z;
-                        }
-                    }
-            warp_sync();
-#endif
-            float token_key_norm = 1.f, token_query_norm = 1.f;  // of token `lane`
-            if (DELTA) {
-#pragma unroll
-                for (int t = 0; t < TILES; t++) {
-                    float y = shuffle(column_norm[SHARED_TILE ? 0 : t], 4 * (lane & (SHARED_TILE ? 3 : 7)));
-                    float z = shuffle(column_norm[SHARED_TILE ? 0 : TILES + t],
-                                      SHARED_TILE ? 4 * (4 + (lane & 3)) : 4 * (lane & 7));
-                    if (lane / 8 == t) token_key_norm = y, token_query_norm = z;
-                }
-            }
-            float log_decay = 0.f;
-#pragma unroll
-            for (int s = 0; s < TOKENS; s++) {  // column `lane`
-                const float gate_s = shuffle(gate, s), beta_s = shuffle(beta, s);
-                const float key_s = shuffle(token_key_norm, s), query_s = shuffle(token_query_norm, s);
-                if (s > lane) log_decay += gate_s;
-                if (lane < TOKENS) {
-                    float m = 0.f, n = 0.f;
-                    if (s >= lane && s < count) {
-                        const float decay = KDA ? 1.f : expf(rate * log_decay);
-#if RULE == 2
-                        n = sums[pair_at(s, lane, true)];
-                        if (s > lane) m = sums[pair_at(s, lane, false)];
-#else
-                        n = qk[s * TOKENS + lane] * decay;
-                        if (DELTA && s > lane) m = kk[s * TOKENS + lane] * decay;
-#endif
-                        n *= DELTA ? query_s * token_key_norm : gate;
-                        m *= beta_s * key_s * token_key_norm;
-                    }
-                    solve[s * TOKENS + lane] = m;
-                    reply[s * TOKENS + lane] = n;
-                }
-            }
-            warp_sync();
-            if (DELTA) {
-                float inverse[TOKENS], answer[TOKENS];
-                const int j = lane % TOKENS;
-#pragma unroll
-                for (int s = 0; s < TOKENS; s++) {
-                    float y = s == j ? 1.f : 0.f;
-#pragma unroll
-                    for (int i = 0; i < s; i++) y -= solve[s * TOKENS + i] * inverse[i];
-                    inverse[s] = y;
-                    float z = 0.f;
-#pragma unroll
-                    for (int i = 0; i <= s; i++) z += reply[s * TOKENS + i] * inverse[i];
-                    answer[s] = z;
-                }
-                warp_sync();
-                if (lane < TOKENS)
-#pragma unroll
-                    for (int s = 0; s < TOKENS; s++)
-                        solve[s * TOKENS + lane] = inverse[s], reply[s * TOKENS + lane] = answer[s];
-                warp_sync();
-            }
-#pragma unroll
-            for (int s = 0; s < TILES; s++)
-#pragma unroll
-                for (int j = 0; j < TILES; j++)
-#pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        const int at = 8 * j + 2 * c + n;
-                        if (SHARED_TILE) {
-                            solve_b[s][j][n] =
-                                c < 2 ? (g < 4 ? solve : reply)[(g & 3) * TOKENS + at % TOKENS] : 0.f;
-                        } else {
-                            const bool inside = 8 * s + g < TOKENS && at < TOKENS;
-                            const int cell = inside ? (8 * s + g) * TOKENS + at : 0;
-                            if (DELTA) solve_b[s][j][n] = solve[cell];
-                            reply_b[s][j][n] = inside ? reply[cell] : 0.f;
-                        }
-                    }
-        }
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-            for (int n = 0; n < 2; n++) token_beta[t][n] = shuffle(beta, 8 * t + 2 * c + n);
-#endif
-
-        // the fold's triangular system, its inverse and its factors
-        float fold_factor[RECORDS][2], fold_beta[RECORDS][2];
-        if (DELTA && flush) {
-            warp_sync();
-            float raw_factor = record_norm;
-#if RULE == 2
-            // later[d] is the key of the record d before, decayed to the record at hand
-            float later[LR][4], w[4] = {1, 1, 1, 1};
-#pragma unroll
-            for (int d = 0; d < LR; d++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) later[d][e] = 0.f;
-#pragma unroll 2
-            for (int s = 0; s < LR; s++) {
-                float key[4], dots[16];
-                widen(load4(k_ring + (ring_row(s) * K + 4 * lane) * ACT_BYTES, s < hist), key);
-                float4 y = make_float4(0, 0, 0, 0);
-                if (s < hist) y = *(const float4*)(g_rings + ring_row(s) * K + 4 * lane);
-                const float decay[4] = {expf(y.x), expf(y.y), expf(y.z), expf(y.w)};
-#pragma unroll
-                for (int d = LR - 1; d > 0; d--) {
-#pragma unroll
-                    for (int e = 0; e < 4; e++) later[d][e] = later[d - 1][e] * decay[e];
-                    dots[d] = later[d][0] * key[0] + later[d][1] * key[1] + later[d][2] * key[2] +
-                              later[d][3] * key[3];
-                }
-                dots[0] = 0.f;
-#pragma unroll
-                for (int e = 0; e < 4; e++) later[0][e] = key[e], w[e] *= decay[e];
-                chunk_of(draft_rows, s, lane) =
-                    make_float4(key[0] * w[0], key[1] * w[1], key[2] * w[2], key[3] * w[3]);
-                const float z = scatter_sum(dots, lane);
-                if (lane < LR && lane <= s) fold[s * LR + s - lane] = z;
-            }
-#else
-#pragma unroll
-            for (int pair = 0; pair < RECORDS / 2; pair++) {
-                const Row low = kept_row(kept_keys, 2 * pair, g, c),
-                          high = kept_row(kept_keys, 2 * pair + 1, g, c);
-#pragma unroll
-                for (int r = 0; r <= 2 * pair + 1; r++) {
-                    float d[4] = {0, 0, 0, 0};
-                    gram(d, low, high, true, kept_row(kept_keys, r, g, c));
-#pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        fold[(16 * pair + g) * LR + 8 * r + 2 * c + n] = d[n];
-                        fold[(16 * pair + 8 + g) * LR + 8 * r + 2 * c + n] = d[2 + n];
-                    }
-                }
-            }
-            raw_factor *= expf(sum_to(raw.old_gate, lane));
-#endif
-            warp_sync();
-            float log_decay = 0.f;
-            for (int s = 0; s < LR; s++) {  // column `lane`
-                const float left = shuffle(raw.old_beta * record_norm, s);
-                if (!KDA) {
-                    const float gate_s = shuffle(raw.old_gate, s);
-                    if (s > lane) log_decay += gate_s;
-                }
-                if (lane < LR) {
-                    const bool inside = s > lane && s < hist;
-                    const float y = inside ? fold[s * LR + lane] : 0.f;
-                    fold[s * LR + lane] =
-                        inside ? y * left * record_norm * (KDA ? 1.f : expf(log_decay)) : 0.f;
-                }
-            }
-            warp_sync();
-            float inverse[LR];
-#pragma unroll
-            for (int s = 0; s < LR; s++) {
-                float y = s == lane ? 1.f : 0.f;
-#pragma unroll
-                for (int i = 0; i < s; i++) y -= fold[s * LR + i] * inverse[i];
-                inverse[s] = y;
-            }
-            warp_sync();
-            if (lane < LR)
-#pragma unroll
-                for (int s = 0; s < LR; s++) fold[s * LR + lane] = inverse[s];
-            warp_sync();
-#pragma unroll
-            for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    fold_factor[r][n] = shuffle(raw_factor, 8 * r + 2 * c + n);
-                    fold_beta[r][n] = shuffle(raw.old_beta, 8 * r + 2 * c + n);
-                }
-        }
-
-#pragma unroll 1
-        for (int unit = 0; unit < UNITS; unit++) {
-            const int v = v_part + 16 * unit + 2 * g;
-            const bool inside = EVEN || v < V;
-            const int number = nth * UNITS + unit, stage = single ? 0 : number % STAGES;
-            unsigned char* const tile_at = shared_memory + stage * UNIT_BYTES;
-            auto side_at = [&](int row,
-                               int first_row = 0) {  // this lane's two values of a row of ring or tokens
-                return side + (first_row + row) * SIDE_ROW + (group_of(row, unit) * 16 + 2 * g) * ACT_BYTES;
-            };
-            if (number == 0 || single) copies_wait<0>();
-            else copies_wait<STAGES - 1>();
-            warp_sync();
-            if (!DIRECT && (unit == 0 || unit == PIECE)) {
-                copy_rows(side + LR * SIDE_ROW, lane, count, unit, V - v_part, [&](int t) {
-                    return (DELTA ? v_ring : u_ring) + (ring_row(hist + t) * V + v_part) * ACT_BYTES;
-                });
-                warp_sync();
-            }
-
-            // what a fold needs besides, on its way early
-            u32 kept[RECORDS][2];
-            if (DELTA && flush) {
+            for (int e = 0; e < 2; e++) {
+                y[i][e] = (acc[i][e] + acc[i][2 + e]) * total;
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        const int j = 8 * r + 2 * c + n;
-                        kept[r][n] = round2(0.f, 0.f);
-                        if (inside && j < hist)
-                            kept[r][n] = load2(v_ring + (ring_row(j) * V + v) * ACT_BYTES);
-                    }
+                    y[i][e] += (e ? second_of(past[r][0]) : first_of(past[r][0])) * ring_b[i][r][0] +
+                               (e ? second_of(past[r][1]) : first_of(past[r][1])) * ring_b[i][r][1];
+                y[i][e] += shuffle_xor(y[i][e], 1);
+                y[i][e] = (y[i][e] + shuffle_xor(y[i][e], 2)) * column_factor[i][0];
             }
+        const u32 fresh = load2(side_at(0, LR));
+        float value[2];
+        widen(fresh, value);
+        float u[2] = {value[0], value[1]};
+        if (DELTA) u[0] = one_beta * (u[0] - y[0][0]), u[1] = one_beta * (u[1] - y[0][1]);
+        warp_sync();  // token and history are read, output and new record take their place
+        if (c == 0) {
+            float o[2] = {y[COLUMNS - 1][0] + answer * u[0], y[COLUMNS - 1][1] + answer * u[1]};
+            if (!DELTA && p.z_in && inside) {
+                float z[2];
+                widen(load2((const char*)p.z_in +
+                            (batch * p.b_z + first * p.t_z + (i64)head * V + v) * ACT_BYTES),
+                      z);
+                o[0] *= z[0] * sigmoid(z[0]), o[1] *= z[1] * sigmoid(z[1]);
+            }
+            if (UNITS > 1) {
+                if (DELTA) store2(side_at(0), round2(u[0], u[1]));
+                store2(side_at(0, LR), round2(o[0], o[1]));
+            } else if (inside) {
+                const int at = (ring_row(hist) * V + v) * ACT_BYTES;
+                if (DELTA) store2(v_ring + at, fresh);
+                store2(u_ring + at, DELTA ? round2(u[0], u[1]) : fresh);
+                store2(out_row + v * ACT_BYTES, round2(o[0], o[1]));
+            }
+        }
+#else
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * total, acc_low[i][e] = 0.f;
+#pragma unroll
+            for (int r = 0; r < RECORDS; r += 2) {
+                const u32 y[4] = {low_halves(past[r][0], past[r][1]), high_halves(past[r][0], past[r][1]),
+                                  low_halves(past[r + 1][0], past[r + 1][1]),
+                                  high_halves(past[r + 1][0], past[r + 1][1])};
+                mma_bf16(acc_low[i], y, ring_terms[i][r / 2][2]);
+                mma_bf16(acc_low[i], y, ring_terms[i][r / 2][1]);
+                mma_bf16(acc[i], y, ring_terms[i][r / 2][0]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * column_factor[i][e & 1];
+        }
 
-            // checkpoint times columns, and times the history's keys where it is folded
-            float acc[COLUMNS][4], acc_low[COLUMNS][4], rest[RECORDS][4], rest_low[RECORDS][4];
+        // the tokens upon each other
+        u32 fresh[TILES][2];
+        float value[TILES][2][2], h[TILES][4], l[TILES][4];
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const int s = 8 * t + 2 * c + n;
+                fresh[t][n] = load2(side_at(s < TOKENS ? s : 0, LR));
+                widen(fresh[t][n], value[t][n]);
+            }
+            float y[4];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-#pragma unroll
-                for (int i = 0; i < COLUMNS; i++) acc[i][e] = acc_low[i][e] = 0.f;
-#pragma unroll
-                for (int r = 0; r < RECORDS; r++) rest[r][e] = rest_low[r][e] = 0.f;
+                y[e] = value[t][e >> 1][e & 1];
+                if (DELTA) y[e] = token_beta[t][e >> 1] * (y[e] - acc[t][2 * (e & 1) + (e >> 1)]);
+                if (TOKENS == 4 && c >= 2) y[e] = 0.f;
             }
-            auto meet = [&](auto with_history, int block) {
-                constexpr bool HISTORY = with_history.value;
-                float rows[2][8], keys[RECORDS][8], part[RECORDS][4];
+            split<2, false>(y, h[t], l[t]);
+        }
+        warp_sync();  // tokens and history are read, outputs and new records take their place
 #pragma unroll
-                for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
-                if constexpr (HISTORY) {
+        for (int t = 0; t < TILES; t++) {
+            constexpr bool JOINT = SHARED_TILE || !DELTA;  // outputs lie in the columns of the tokens' tile
+            float o[4], o_low[4], u[4], u_low[4];
 #pragma unroll
-                    for (int r = 0; r < RECORDS; r++) {
-                        if constexpr (KDA) shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
-                        else kept_block(kept_keys, r, g, c, block, keys[r]);
+            for (int e = 0; e < 4; e++) {
+                o[e] = SHARED_TILE && c < 2 ? 0.f : acc[JOINT ? t : TILES + t][e];
+                u[e] = o_low[e] = u_low[e] = 0.f;
+            }
 #pragma unroll
-                        for (int e = 0; e < 4; e++) part[r][e] = 0.f;
-                    }
-                }
-                if constexpr (ONE) {
+            for (int j = 0; j <= t; j++) {
+                product<2, 2>(o, o_low, h[j], l[j], SHARED_TILE ? solve_b[t][j] : reply_b[t][j]);
+                if (DELTA && !SHARED_TILE) product<2, 2>(u, u_low, h[j], l[j], solve_b[t][j]);
+            }
 #pragma unroll
-                    for (int e = 0; e < 8; e++)
+            for (int e = 0; e < 4; e++) o[e] += o_low[e], u[e] += u_low[e];
 #pragma unroll
-                        for (int i = 0; i < COLUMNS; i++) {
-                            acc[i][2 * (e & 1)] += rows[0][e] * x[i][block][e];
-                            acc[i][2 * (e & 1) + 1] += rows[1][e] * x[i][block][e];
-                        }
-                }
-                if constexpr (HISTORY || !ONE) {
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1],
-                                            rows[1][2 * i + 1]};
-                        float h[4], l[4];
-                        split<S_TERMS, HISTORY>(y, h, l);
-                        if constexpr (!ONE) {
-#pragma unroll
-                            for (int n = 0; n < COLUMNS; n++) {
-                                const float z[2] = {x[n][block][2 * i], x[n][block][2 * i + 1]};
-                                product<S_TERMS, X_TERMS>(acc[n], acc_low[n], h, l, z);
-                            }
-                        }
-                        if constexpr (HISTORY) {
-#pragma unroll
-                            for (int r = 0; r < RECORDS; r++) {
-                                const float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
-                                product<S_TERMS, X_TERMS, true>(part[r], rest_low[r], h, l, z);
-                            }
+            for (int n = 0; n < 2; n++) {
+                const int s = 8 * t + 2 * c + n;
+                if (DELTA && keeps[t][n])
+                    store2(side_at(s), SHARED_TILE ? round2(o[n], o[2 + n]) : round2(u[n], u[2 + n]));
+                const int query = SHARED_TILE ? s - 4 : s;
+                if (answers[t][n]) {
+                    float y[2] = {o[n], o[2 + n]};
+                    if (!DELTA) {
+                        y[0] += skip * value[t][n][0], y[1] += skip * value[t][n][1];
+                        if (p.z_in && keeps[t][n] && inside) {
+                            const i64 at = batch * p.b_z + (first + s) * p.t_z + (i64)head * V + v;
+                            float z[2];
+                            widen(load2((const char*)p.z_in + at * ACT_BYTES), z);
+                            y[0] *= z[0] * sigmoid(z[0]), y[1] *= z[1] * sigmoid(z[1]);
                         }
                     }
-                }
-                if constexpr (HISTORY) {  // tensor cores cut their sums off, so they don't make long ones
-#pragma unroll
-                    for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                        for (int e = 0; e < 4; e++) rest[r][e] += part[r][e];
-                }
-            };
-            if (DELTA && flush) {
-#pragma unroll
-                for (int block = 0; block < 4; block++) meet(Bool<DELTA>(), block);
-            } else {
-#pragma unroll
-                for (int block = 0; block < 4; block++) meet(Bool<false>(), block);
-            }
-
-            // the ring, and the columns' factors
-            u32 past[RECORDS][2];
-#pragma unroll
-            for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                for (int n = 0; n < 2; n++) past[r][n] = load2(side_at(8 * r + 2 * c + n));
-#if TOKENS == 1
-            float y[COLUMNS][2];  // of rows 2g and 2g + 1
-#pragma unroll
-            for (int i = 0; i < COLUMNS; i++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    y[i][e] = (acc[i][e] + acc[i][2 + e]) * total;
-#pragma unroll
-                    for (int r = 0; r < RECORDS; r++)
-                        y[i][e] += (e ? second_of(past[r][0]) : first_of(past[r][0])) * ring_b[i][r][0] +
-                                   (e ? second_of(past[r][1]) : first_of(past[r][1])) * ring_b[i][r][1];
-                    y[i][e] += shuffle_xor(y[i][e], 1);
-                    y[i][e] = (y[i][e] + shuffle_xor(y[i][e], 2)) * column_factor[i][0];
-                }
-            const u32 fresh = load2(side_at(0, LR));
-            float value[2];
-            widen(fresh, value);
-            float u[2] = {value[0], value[1]};
-            if (DELTA) u[0] = one_beta * (u[0] - y[0][0]), u[1] = one_beta * (u[1] - y[0][1]);
-            warp_sync();  // token and history are read, output and new record take their place
-            if (c == 0) {
-                float o[2] = {y[COLUMNS - 1][0] + answer * u[0], y[COLUMNS - 1][1] + answer * u[1]};
-                if (!DELTA && p.z_in && inside) {
-                    float z[2];
-                    widen(load2((const char*)p.z_in +
-                                (batch * p.b_z + first * p.t_z + (i64)head * V + v) * ACT_BYTES),
-                          z);
-                    o[0] *= z[0] * sigmoid(z[0]), o[1] *= z[1] * sigmoid(z[1]);
-                }
-                if (UNITS > 1) {
-                    if (DELTA) store2(side_at(0), round2(u[0], u[1]));
-                    store2(side_at(0, LR), round2(o[0], o[1]));
-                } else if (inside) {
-                    const int at = (ring_row(hist) * V + v) * ACT_BYTES;
-                    if (DELTA) store2(v_ring + at, fresh);
-                    store2(u_ring + at, DELTA ? round2(u[0], u[1]) : fresh);
-                    store2(out_row + v * ACT_BYTES, round2(o[0], o[1]));
+                    if (query >= count) y[0] = y[1] = 0.f;
+                    store2(side_at(query, LR), round2(y[0], y[1]));
                 }
             }
-#else
-#pragma unroll
-            for (int i = 0; i < COLUMNS; i++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    acc[i][e] = (acc[i][e] + acc_low[i][e]) * total, acc_low[i][e] = 0.f;
-#pragma unroll
-                for (int r = 0; r < RECORDS; r += 2) {
-                    const u32 y[4] = {low_halves(past[r][0], past[r][1]), high_halves(past[r][0], past[r][1]),
-                                      low_halves(past[r + 1][0], past[r + 1][1]),
-                                      high_halves(past[r + 1][0], past[r + 1][1])};
-                    mma_bf16(acc_low[i], y, ring_terms[i][r / 2][2]);
-                    mma_bf16(acc_low[i], y, ring_terms[i][r / 2][1]);
-                    mma_bf16(acc[i], y, ring_terms[i][r / 2][0]);
-                }
-#pragma unroll
-                for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * column_factor[i][e & 1];
-            }
-
-            // the tokens upon each other
-            u32 fresh[TILES][2];
-            float value[TILES][2][2], h[TILES][4], l[TILES][4];
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    const int s = 8 * t + 2 * c + n;
-                    fresh[t][n] = load2(side_at(s < TOKENS ? s : 0, LR));
-                    widen(fresh[t][n], value[t][n]);
-                }
-                float y[4];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    y[e] = value[t][e >> 1][e & 1];
-                    if (DELTA) y[e] = token_beta[t][e >> 1] * (y[e] - acc[t][2 * (e & 1) + (e >> 1)]);
-                    if (TOKENS == 4 && c >= 2) y[e] = 0.f;
-                }
-                split<2, false>(y, h[t], l[t]);
-            }
-            warp_sync();  // tokens and history are read, outputs and new records take their place
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-                constexpr bool JOINT =
-                    SHARED_TILE || !DELTA;  // outputs lie in the columns of the tokens' tile
-                float o[4], o_low[4], u[4], u_low[4];
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    o[e] = SHARED_TILE && c < 2 ? 0.f : acc[JOINT ? t : TILES + t][e];
-                    u[e] = o_low[e] = u_low[e] = 0.f;
-                }
-#pragma unroll
-                for (int j = 0; j <= t; j++) {
-                    product<2, 2>(o, o_low, h[j], l[j], SHARED_TILE ? solve_b[t][j] : reply_b[t][j]);
-                    if (DELTA && !SHARED_TILE) product<2, 2>(u, u_low, h[j], l[j], solve_b[t][j]);
-                }
-#pragma unroll
-                for (int e = 0; e < 4; e++) o[e] += o_low[e], u[e] += u_low[e];
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    const int s = 8 * t + 2 * c + n;
-                    if (DELTA && keeps[t][n])
-                        store2(side_at(s), SHARED_TILE ? round2(o[n], o[2 + n]) : round2(u[n], u[2 + n]));
-                    const int query = SHARED_TILE ? s - 4 : s;
-                    if (answers[t][n]) {
-                        float y[2] = {o[n], o[2 + n]};
-                        if (!DELTA) {
-                            y[0] += skip * value[t][n][0], y[1] += skip * value[t][n][1];
-                            if (p.z_in && keeps[t][n] && inside) {
-                                const i64 at = batch * p.b_z + (first + s) * p.t_z + (i64)head * V + v;
-                                float z[2];
-                                widen(load2((const char*)p.z_in + at * ACT_BYTES), z);
-                                y[0] *= z[0] * sigmoid(z[0]), y[1] *= z[1] * sigmoid(z[1]);
-                            }
-                        }
-                        if (query >= count) y[0] = y[1] = 0.f;
-                        store2(side_at(query, LR), round2(y[0], y[1]));
-                    }
-                }
-            }
+        }
 #endif
 
-            if (flush) {
-                // u of the history from the raw records, with its weights in the fold
-                float weighted[RECORDS][4];
-                if constexpr (DELTA) {
-                    float rh[RECORDS][4], rl[RECORDS][4];
+        if (flush) {
+            // u of the history from the raw records, with its weights in the fold
+            float weighted[RECORDS][4];
+            if constexpr (DELTA) {
+                float rh[RECORDS][4], rl[RECORDS][4];
 #pragma unroll
-                    for (int r = 0; r < RECORDS; r++) {
-                        float y[4];
+                for (int r = 0; r < RECORDS; r++) {
+                    float y[4];
 #pragma unroll
-                        for (int n = 0; n < 2; n++) {
-                            float raw[2];
-                            widen(kept[r][n], raw);
+                    for (int n = 0; n < 2; n++) {
+                        float raw[2];
+                        widen(kept[r][n], raw);
 #pragma unroll
-                            for (int e = 0; e < 2; e++)
-                                y[2 * n + e] = fold_beta[r][n] *
-                                               (raw[e] - fold_factor[r][n] *
-                                                             (rest[r][2 * e + n] + rest_low[r][2 * e + n]));
-                        }
-                        split<2, true>(y, rh[r], rl[r]);
+                        for (int e = 0; e < 2; e++)
+                            y[2 * n + e] =
+                                fold_beta[r][n] *
+                                (raw[e] - fold_factor[r][n] * (rest[r][2 * e + n] + rest_low[r][2 * e + n]));
                     }
-#pragma unroll
-                    for (int t = 0; t < RECORDS; t++) {
-                        float u[4] = {0, 0, 0, 0}, u_low[4] = {0, 0, 0, 0};
-#pragma unroll
-                        for (int r = 0; r <= t; r++) {
-                            const float* cell = fold + (8 * t + g) * LR + 8 * r + 2 * c;
-                            float z[2] = {cell[0], cell[1]};
-                            product<2, 2, true>(u, u_low, rh[r], rl[r], z);
-                        }
-#pragma unroll
-                        for (int e = 0; e < 4; e++)
-                            weighted[t][e] = (u[2 * (e & 1) + (e >> 1)] + u_low[2 * (e & 1) + (e >> 1)]) *
-                                             record_weight[t][e >> 1];
-                    }
-                } else {
-#pragma unroll
-                    for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                        for (int n = 0; n < 2; n++) {
-                            weighted[r][2 * n] = first_of(past[r][n]) * record_weight[r][n];
-                            weighted[r][2 * n + 1] = second_of(past[r][n]) * record_weight[r][n];
-                        }
+                    split<2, true>(y, rh[r], rl[r]);
                 }
-#if RULE == 2
-                float fh[RECORDS][4], fl[RECORDS][4];
 #pragma unroll
-                for (int r = 0; r < RECORDS; r++) split<2, true>(weighted[r], fh[r], fl[r]);
-#else
-                u32 folded[RECORDS / 2][3][4];
+                for (int t = 0; t < RECORDS; t++) {
+                    float u[4] = {0, 0, 0, 0}, u_low[4] = {0, 0, 0, 0};
+#pragma unroll
+                    for (int r = 0; r <= t; r++) {
+                        const float* cell = fold + (8 * t + g) * LR + 8 * r + 2 * c;
+                        float z[2] = {cell[0], cell[1]};
+                        product<2, 2, true>(u, u_low, rh[r], rl[r], z);
+                    }
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        weighted[t][e] = (u[2 * (e & 1) + (e >> 1)] + u_low[2 * (e & 1) + (e >> 1)]) *
+                                         record_weight[t][e >> 1];
+                }
+            } else {
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        u32 terms[3];
-                        cut_terms(weighted[r][e], weighted[r][2 + e], terms);
-#pragma unroll
-                        for (int t = 0; t < 3; t++) folded[r / 2][t][2 * (r % 2) + e] = terms[t];
+                    for (int n = 0; n < 2; n++) {
+                        weighted[r][2 * n] = first_of(past[r][n]) * record_weight[r][n];
+                        weighted[r][2 * n + 1] = second_of(past[r][n]) * record_weight[r][n];
                     }
+            }
+#if RULE == 2
+            float fh[RECORDS][4], fl[RECORDS][4];
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++) split<2, true>(weighted[r], fh[r], fl[r]);
+#else
+            u32 folded[RECORDS / 2][3][4];
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    u32 terms[3];
+                    cut_terms(weighted[r][e], weighted[r][2 + e], terms);
+#pragma unroll
+                    for (int t = 0; t < 3; t++) folded[r / 2][t][2 * (r % 2) + e] = terms[t];
+                }
 #endif
 #pragma unroll 2
-                for (int block = 0; block < 4; block++) {
-                    float tile[2][8], d[4][4], d_low[4][4];  // products of element i of each four
+            for (int block = 0; block < 4; block++) {
+                float tile[2][8], d[4][4], d_low[4][4];  // products of element i of each four
 #pragma unroll
-                    for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, tile[r]);
+                for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, tile[r]);
 #pragma unroll
-                    for (int i = 0; i < 4; i++)
+                for (int i = 0; i < 4; i++)
 #pragma unroll
-                        for (int e = 0; e < 4; e++) d[i][e] = d_low[i][e] = 0.f;
+                    for (int e = 0; e < 4; e++) d[i][e] = d_low[i][e] = 0.f;
 #if RULE == 2
 #pragma unroll
-                    for (int r = 0; r < RECORDS; r++) {
-                        const float4 y = chunk_of(ring_keys, 8 * r + 2 * c, g, block),
-                                     z = chunk_of(ring_keys, 8 * r + 2 * c + 1, g, block);
-                        const float keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
+                for (int r = 0; r < RECORDS; r++) {
+                    const float4 y = chunk_of(ring_keys, 8 * r + 2 * c, g, block),
+                                 z = chunk_of(ring_keys, 8 * r + 2 * c + 1, g, block);
+                    const float keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
 #pragma unroll
-                        for (int i = 0; i < 4; i++)
-                            product<2, 2, true>(d[i], d_low[i], fh[r], fl[r], keys[i]);
-                    }
+                    for (int i = 0; i < 4; i++) product<2, 2, true>(d[i], d_low[i], fh[r], fl[r], keys[i]);
+                }
 #else
 #pragma unroll
-                    for (int r = 0; r < RECORDS / 2; r++) {
-                        const uint4 y = pair_chunk(kept_keys, 8 * r + c, 8 * block + g),
-                                    z = pair_chunk(kept_keys, 8 * r + 4 + c, 8 * block + g);
-                        const u32 keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
+                for (int r = 0; r < RECORDS / 2; r++) {
+                    const uint4 y = pair_chunk(kept_keys, 8 * r + c, 8 * block + g),
+                                z = pair_chunk(kept_keys, 8 * r + 4 + c, 8 * block + g);
+                    const u32 keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
 #pragma unroll
-                        for (int i = 0; i < 4; i++) {
-                            mma_bf16(d_low[i], folded[r][2], keys[i]);
-                            mma_bf16(d_low[i], folded[r][1], keys[i]);
-                            mma_bf16(d[i], folded[r][0], keys[i]);
-                        }
+                    for (int i = 0; i < 4; i++) {
+                        mma_bf16(d_low[i], folded[r][2], keys[i]);
+                        mma_bf16(d_low[i], folded[r][1], keys[i]);
+                        mma_bf16(d[i], folded[r][0], keys[i]);
                     }
+                }
 #endif
 #pragma unroll
-                    for (int i = 0; i < 4; i++)
+                for (int i = 0; i < 4; i++)
 #pragma unroll
-                        for (int e = 0; e < 4; e++) {
-                            const int at = 4 * (e & 1) + i;
-                            float& s = tile[e >> 1][at];
-                            s = fmaf(s, KDA ? total_row[32 * block + 8 * c + at] : total,
-                                     d[i][e] + d_low[i][e]);
-                        }
+                    for (int e = 0; e < 4; e++) {
+                        const int at = 4 * (e & 1) + i;
+                        float& s = tile[e >> 1][at];
+                        s = fmaf(s, KDA ? total_row[32 * block + 8 * c + at] : total, d[i][e] + d_low[i][e]);
+                    }
 #pragma unroll
-                    for (int r = 0; r < 2; r++)
-                        keep_row(tile_at, 2 * g + r, g, c, block, tile[r], seed,
-                                 (u32)((head * V + v + r) * K + 32 * block + 8 * c), (u32)slot, (u32)p.layer);
-                }
-                warp_sync();
-                store_unit(tile_at, states + (i64)(nth * V + v - 2 * g) * (K * STATE_BYTES), V - v + 2 * g,
-                           lane);
+                for (int r = 0; r < 2; r++)
+                    keep_row(tile_at, 2 * g + r, g, c, block, tile[r], seed,
+                             (u32)((head * V + v + r) * K + 32 * block + 8 * c), (u32)slot, (u32)p.layer);
             }
             warp_sync();
-            if (STAGES > 1) issue_unit(number + (single ? 1 : STAGES), stage);
-            // results of a piece leave, and the next head's part of ring and tokens takes their place
-            if (!DIRECT && (unit + 1 == PIECE || unit + 1 == UNITS)) {
-                const int first_unit = unit < PIECE ? 0 : PIECE;
-                copy_rows(side + LR * SIDE_ROW, lane, written, first_unit, V - v_part,
-                          [&](int t) { return out_row + (t * p.t_out + v_part) * ACT_BYTES; });
-                if (DELTA)
-                    copy_rows(side, lane, count, first_unit, V - v_part,
-                              [&](int t) { return u_ring + (ring_row(hist + t) * V + v_part) * ACT_BYTES; });
-                if (nth + 1 < HEADS) {
-                    warp_sync();
-                    fetch_side(nth + 1, first_unit);
-                }
-            }
-            if (STAGES > 1) copies_commit();
+            store_unit(tile_at, head_state + (i64)(v - 2 * g) * (K * STATE_BYTES), V - v + 2 * g, lane);
         }
+        warp_sync();
+        if (STAGES > 1) issue_unit(unit + (single ? 1 : STAGES), stage);
+        if (STAGES > 1) copies_commit();
     }
+    if (DIRECT) return;
+    warp_sync();
+    copy_rows(side + LR * SIDE_ROW, lane, written, V - v_part,
+              [&](int t) { return out_row + (t * p.t_out + v_part) * ACT_BYTES; });
+    if (DELTA)
+        copy_rows(side, lane, count, V - v_part,
+                  [&](int t) { return u_ring + (ring_row(hist + t) * V + v_part) * ACT_BYTES; });
 }

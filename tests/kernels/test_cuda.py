@@ -88,15 +88,10 @@ def test_verification(rule: str, case: tuple) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    ("units", "heads", "V"),
-    [(1, 1, 40), (4, 1, 64), (3, 1, 80), (5, 1, 80), (8, 1, 128), (5, 2, 80), (8, 2, 128)],
-)
-def test_every_cut(rule: str, units: int, heads: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However the work is cut: pipelines over units and heads, parts of a head, a last unit half empty."""
-    if rule == "kda" and heads > 1:
-        pytest.skip("KDA's heads share no keys")
-    monkeypatch.setattr(cuda_backend, "cut", lambda *_: Cut(units, heads))
+@pytest.mark.parametrize(("units", "V"), [(1, 40), (4, 64), (3, 80), (5, 80), (8, 128)])
+def test_every_cut(rule: str, units: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the work is cut: pipelines over units, parts of a head, a last unit half empty."""
+    monkeypatch.setattr(cuda_backend, "cut", lambda *_: Cut(units))
     walk = Walk.of(make_layer(small(rule, V), window=3, max_draft=3))
     walk.hand_out(1)
     for width, accepted in ((1, 1), (3, 2), (1, 1), (2, 2), (3, 3)):
@@ -106,25 +101,25 @@ def test_every_cut(rule: str, units: int, heads: int, V: int, monkeypatch: pytes
 
 @pytest.mark.parametrize("rule", RULES)
 def test_cuts_agree(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A unit's bits do not depend on the units and heads that share a program with it."""
+    """A unit's bits do not depend on the units that share a program with it."""
     runs = []
-    for share in (Cut(1), Cut(3), *([Cut(3, heads=2)] if rule != "kda" else [])):
-        monkeypatch.setattr(cuda_backend, "cut", lambda *_, share=share: share)
-        layer = make_layer(small(rule, 48), window=3, max_draft=3)
+    for units in (1, 3):
+        monkeypatch.setattr(cuda_backend, "cut", lambda *_, units=units: Cut(units))
+        layer = make_layer(small(rule), window=3, max_draft=3)
         walk = Walk.of(layer)
         walk.hand_out(1)
         outs = [walk.step([1], [width], [1])[0] for width in (1, 3, 1, 1, 2, 3)]
         walk.check()
         runs.append([*outs, layer.state, *layer.rings.values()])
-    for one, *others in zip(*runs, strict=True):
-        assert all(same_bits(one, other) for other in others)
+    for one, other in zip(*runs, strict=True):
+        assert same_bits(one, other)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("width", [1, 4, 8])
 def test_lanes_in_either_order(rule: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """L22: what lanes leave for each other is there whoever comes first; a missing barrier changes bits."""
-    monkeypatch.setattr(cuda_backend, "cut", lambda *_: Cut(4, heads=1 if rule == "kda" else 2))
+    monkeypatch.setattr(cuda_backend, "cut", lambda *_: Cut(4))
     outputs = []
     for backwards in (False, True):
         emulated.serve_on_cpu(monkeypatch, backwards)

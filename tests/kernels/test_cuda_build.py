@@ -21,7 +21,7 @@ from replayssm.kernels.cuda_backend import build
 from replayssm.kernels.cuda_backend.build import UNIT, Config, Params, Program
 from replayssm.kernels.cuda_backend.cut import cut
 
-PLAIN = Config(Rule.GDN, 80, 2, torch.float32, 4, 2, 5, 1, False)
+PLAIN = Config(Rule.GDN, 80, 2, torch.float32, 4, 2, 5, False)
 SMALLEST_SHARED = 99 * 1024
 """Bytes of shared memory that a program may have on the smallest GPUs since compute capability 8.0."""
 
@@ -51,13 +51,13 @@ def test_params_are_those_of_the_source() -> None:
 
 def test_defines() -> None:
     """Every compile-time name of the source has its value, and no other name is defined."""
-    config = Config(Rule.KDA, 96, 1, torch.float16, 8, 2, 3, 1, True)
+    config = Config(Rule.KDA, 96, 1, torch.float16, 8, 2, 3, True)
     values = dict(define.removeprefix("-D").split("=") for define in config.defines())
     programs = values.pop("PROGRAMS")
     assert programs == str(config.programs)
     assert values == {
         "RULE": "2", "V": "96", "GROUP": "1", "STATE": "2", "TOKENS": "8", "RECORDS": "2",
-        "UNITS": "3", "HEADS": "1", "STOCHASTIC": "1",
+        "UNITS": "3", "STOCHASTIC": "1",
     }  # fmt: skip
     said = re.search(r"// Compile-time: (.*?)\.\s", build.source().replace("\n// ", " "))
     assert said is not None
@@ -74,7 +74,7 @@ def every_config() -> Iterator[Config]:
                 for state in (torch.float32, torch.bfloat16):
                     for tokens in (1, 4, 8) if kda else (1, 4, 8, 16):
                         for records in (2,) if kda else (2, 4):
-                            yield Config(rule, value_dim, 1, state, tokens, records, units, 1, False)
+                            yield Config(rule, value_dim, 1, state, tokens, records, units, False)
 
 
 def test_every_configuration_fits_every_gpu() -> None:
@@ -86,13 +86,7 @@ def test_every_configuration_fits_every_gpu() -> None:
 def test_cuts_cover_a_head(value_dim: int) -> None:
     """Programs cover all units of a head and none has nothing to do; more heads never mean smaller ones."""
     whole = -(-value_dim // UNIT)
-    counts = (1, 8, 64, 256, 512, 1024, 4096, 8191, 8192, 65536)
-    for group in (1, 2, 4, 12, 14, 16):
-        for heads in counts:
-            share = cut(value_dim, group, heads)
-            assert group % share.heads == 0
-            assert share.heads == 1 or (value_dim == UNIT * share.units and share.units > 1)
-    shares = [cut(value_dim, 1, heads).units for heads in counts]
+    shares = [cut(value_dim, heads).units for heads in (1, 8, 64, 256, 512, 1024, 4096, 8191, 8192, 65535)]
     for units in shares:
         assert 1 <= units <= whole
         programs = -(-value_dim // (UNIT * units))

@@ -108,7 +108,7 @@ def rounded(backend: str, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """fp32 `x` in fp16 by the random `words`, as a backend does it."""
     if backend == "torch":
         return round_to_half(x, words)
-    config = Config(Rule.MAMBA2, 16, 1, torch.float16, 1, 2, 1, 1, True)
+    config = Config(Rule.MAMBA2, 16, 1, torch.float16, 1, 2, 1, True)
     return emulated.emulated_program(config, -1).stochastic_halves(x, words)
 
 
