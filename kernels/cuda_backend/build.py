@@ -70,7 +70,7 @@ class Config:
     @property
     def programs(self) -> int:
         """Programs that a multiprocessor holds at a time: as many as keep their registers out of memory."""
-        most = 10 if self.rule is Rule.MAMBA2 and self.tokens <= 4 else 8
+        most = 10 if self.rule is Rule.MAMBA2 else 8
         return min(SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED), most)
 
     @property

@@ -38,6 +38,7 @@ DEVICE u32 permute(u32 x, u32 y, u32 selector) { return __byte_perm(x, y, select
 DEVICE u32 high_product(u32 a, u32 b) { return __umulhi(a, b); }
 
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+DEVICE int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE u32 votes(bool x) { return __ballot_sync(0xffffffffu, x); }
 DEVICE int bit_count(u32 x) { return __popc(x); }

@@ -30,6 +30,7 @@ constexpr int COLUMNS =
 constexpr int PAIRS = DELTA ? TILES : 1;        // 16-row operands made of column tiles
 constexpr int LR = 8 * RECORDS;
 constexpr int X_TERMS = KDA ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
+constexpr bool NEAREST = KDA;  // second terms are rounded, for states: KDA's keys have two terms, too
 
 // Shared memory, in bytes: stages of a unit's checkpoint, then rows of ring and tokens, then what the units
 // share.
@@ -65,7 +66,7 @@ struct Params {
     int R, L, T, B, pad_slot, layer;
     int wide_state, wide_ring, wide_lens, varlen;      // int64 indices; lens are cu_seqlens
     int g_type, beta_type, A_type, D_type, bias_type;  // as STATE
-    int turns;                                         // rows take turns, see row_in_turn; B <= 256
+    int turns;                                         // rows take turns, see seat_in_turn; B <= 256
     int l2norm, softplus, bounded;
     float scale, bound;
 };
@@ -96,15 +97,13 @@ DEVICE void split(const float (&x)[4], float (&h)[4], float (&l)[4]) {
 }
 
 // d + d_low += a @ b, both in two terms where they have them; the smaller products have a sum of their own.
-// For states, in full: with second terms rounded and multiplied by each other.
-template <int A_TERMS, int B_TERMS, bool FULL_PRODUCT = false>
+template <int A_TERMS, int B_TERMS, bool ROUNDED = false>
 DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const float (&a_low)[4],
                     const float (&b)[2]) {
     float bh[2] = {b[0], b[1]};
     if (B_TERMS == 2) {
         bh[0] = high(b[0]), bh[1] = high(b[1]);
-        float bl[2] = {rest_of<FULL_PRODUCT>(b[0], bh[0]), rest_of<FULL_PRODUCT>(b[1], bh[1])};
-        if (A_TERMS == 2 && FULL_PRODUCT) mma(d_low, a_low, bl);
+        const float bl[2] = {rest_of<ROUNDED>(b[0], bh[0]), rest_of<ROUNDED>(b[1], bh[1])};
         mma(d_low, a, bl);
     }
     if (A_TERMS == 2) mma(d_low, a_low, bh);
@@ -469,29 +468,16 @@ DEVICE i64 index_at(const void* p, int at, int wide) {
     return wide ? ((const i64*)p)[at] : ((const int*)p)[at];
 }
 
-DEVICE Where locate(const Params& p, int b) {
-    Where x;
-    x.slot = p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
-    x.ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : x.slot;
-    const bool live = x.slot >= 0 && x.ring >= 0 && !(p.state_indices && x.slot == p.pad_slot);
-    x.start = live ? p.ring_start[x.ring] : 0;
-    x.hist = live ? p.hist_len[x.ring] : 0;
-    x.first = 0;
-    i64 n = p.T;
-    if (p.lens) {
-        n = index_at(p.lens, b, p.wide_lens);
-        if (p.varlen) x.first = n, n = index_at(p.lens, b + 1, p.wide_lens) - n;
-    }
-    x.count = !live || n < 0 ? 0 : n < p.T ? (int)n : p.T;
-    return x;
-}
+struct Seat {  // a row in its turn, where rows take turns with its slot and cursors
+    int row, slot, start, hist;
+};
 
 // The row that this program serves. Rows that flush take several times as long as others, so they are spread
 // over the first three quarters of the grid. Which rows count as such is a guess that all programs share
 // (every row has T tokens); what a row computes does not depend on it.
-DEVICE int row_in_turn(const Params& p, int lane) {
+DEVICE Seat seat_in_turn(const Params& p, int lane) {
     const int turn = grid_y();
-    if (!p.turns) return turn;
+    if (!p.turns) return {turn, 0, 0, 0};
     int slots[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -502,11 +488,12 @@ DEVICE int row_in_turn(const Params& p, int lane) {
                        : p.wide_state   ? (int)((const i64*)p.state_indices)[b]
                                         : ((const int*)p.state_indices)[b];
     }
-    int history[8];
+    int starts[8], history[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        history[i] = 0;
-        if (slots[i] >= 0 && slots[i] != p.pad_slot) history[i] = p.hist_len[slots[i]];
+        starts[i] = history[i] = 0;
+        if (slots[i] >= 0 && slots[i] != p.pad_slot)
+            starts[i] = p.ring_start[slots[i]], history[i] = p.hist_len[slots[i]];
     }
     u32 masks[8];
     int flushes = 0;
@@ -515,11 +502,10 @@ DEVICE int row_in_turn(const Params& p, int lane) {
         masks[i] = votes(history[i] + p.T > p.L);
         flushes += bit_count(masks[i]);
     }
-    if (flushes == 0) return turn;
-    const int stride = 3 * p.B / (4 * flushes) > 1 ? 3 * p.B / (4 * flushes) : 1;
+    const int spread = flushes > 0 ? 3 * p.B / (4 * flushes) : 1, stride = spread > 1 ? spread : 1;
     const bool flush = turn % stride == 0 && turn / stride < flushes;
     const int before = (turn + stride - 1) / stride < flushes ? (turn + stride - 1) / stride : flushes;
-    int rank = flush ? turn / stride : turn - before, group = 0, local = 0;
+    int rank = flush ? turn / stride : turn - before, group = 0, local = 0, slot = 0, start = 0, hist = 0;
     u32 chosen = 0;  // the rows among which this one is number `local`
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -529,20 +515,44 @@ DEVICE int row_in_turn(const Params& p, int lane) {
                                    : 0u,
                   mask = (flush ? masks[i] : ~masks[i]) & all;
         const int n = bit_count(mask);
-        if (rank >= 0 && rank < n) chosen = mask, group = 32 * i, local = rank;
+        if (rank >= 0 && rank < n) {
+            chosen = mask, group = 32 * i, local = rank;
+            slot = slots[i], start = starts[i], hist = history[i];
+        }
         rank -= n;
     }
-    return group + first_bit(votes((chosen >> lane & 1) && bit_count(chosen & ((1u << lane) - 1)) == local));
+    const int at = first_bit(votes((chosen >> lane & 1) && bit_count(chosen & ((1u << lane) - 1)) == local));
+    return {group + at, shuffle(slot, at), shuffle(start, at), shuffle(hist, at)};
+}
+
+DEVICE Where locate(const Params& p, const Seat& seat) {
+    const int b = seat.row;
+    Where x;
+    x.slot = p.turns ? seat.slot : p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
+    x.ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : x.slot;
+    const bool live = x.slot >= 0 && x.ring >= 0 && !(p.state_indices && x.slot == p.pad_slot);
+    x.start = !live ? 0 : p.turns ? seat.start : p.ring_start[x.ring];
+    x.hist = !live ? 0 : p.turns ? seat.hist : p.hist_len[x.ring];
+    x.first = 0;
+    i64 n = p.T;
+    if (p.lens) {
+        n = index_at(p.lens, b, p.wide_lens);
+        if (p.varlen) x.first = n, n = index_at(p.lens, b + 1, p.wide_lens) - n;
+    }
+    x.count = !live || n < 0 ? 0 : n < p.T ? (int)n : p.T;
+    return x;
 }
 
 extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __grid_constant__ Params p) {
-    const int lane = lane_id(), g = lane >> 2, c = lane & 3, b = row_in_turn(p, lane);
+    const int lane = lane_id(), g = lane >> 2, c = lane & 3;
+    const Seat seat = seat_in_turn(p, lane);
+    const int b = seat.row;
     constexpr int PARTS = (V + FULL - 1) / FULL;
     const int part = grid_x() % PARTS, head = grid_x() / PARTS, key_head = head / GROUP;
     const int v_part = part * FULL;
 
     // the row
-    const Where where = locate(p, b);
+    const Where where = locate(p, seat);
     const i64 slot = where.slot, ring = where.ring, first = where.first;
     const int count = where.count, start = where.start, hist = where.hist;
     const int written = p.varlen ? count : p.T;  // tokens whose output this row owns
@@ -1159,6 +1169,26 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             }
     }
 
+    // a unit's raw values of the history, which a fold needs besides, come a unit ahead too
+    struct Raw {
+        u32 of[RECORDS][2];
+    };
+    auto fetch_raw = [&](int unit) {
+        const int v = v_part + 16 * unit + 2 * g;
+        Raw x;
+#pragma unroll
+        for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const int j = 8 * r + 2 * c + n;
+                const bool inside = unit < UNITS && (EVEN || v < V) && j < hist;
+                x.of[r][n] = inside ? load2(v_ring + (ring_row(j) * V + v) * ACT_BYTES) : 0;
+            }
+        return x;
+    };
+    Raw coming;
+    if (DELTA && flush) coming = fetch_raw(0);
+
 #pragma unroll 1
     for (int unit = 0; unit < UNITS; unit++) {
         const int v = v_part + 16 * unit + 2 * g;
@@ -1179,18 +1209,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             warp_sync();
         }
 
-        // what a fold needs besides, on its way early
-        u32 kept[RECORDS][2];
-        if (DELTA && flush) {
-#pragma unroll
-            for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    const int j = 8 * r + 2 * c + n;
-                    kept[r][n] = round2(0.f, 0.f);
-                    if (inside && j < hist) kept[r][n] = load2(v_ring + (ring_row(j) * V + v) * ACT_BYTES);
-                }
-        }
+        const Raw kept = coming;
+        if (DELTA && flush) coming = fetch_raw(unit + 1);
 
         // checkpoint times columns, and times the history's keys where it is folded
         float acc[COLUMNS][4], acc_low[COLUMNS][4], rest[RECORDS][4], rest_low[RECORDS][4];
@@ -1203,7 +1223,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         }
         auto meet = [&](auto with_history, int block) {
             constexpr bool HISTORY = with_history.value;
-            float rows[2][8], keys[RECORDS][8], part[RECORDS][4];
+            float rows[2][8], keys[RECORDS][8];
 #pragma unroll
             for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
             if constexpr (HISTORY) {
@@ -1211,8 +1231,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 for (int r = 0; r < RECORDS; r++) {
                     if constexpr (KDA) shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
                     else kept_block(kept_keys, r, g, c, block, keys[r]);
-#pragma unroll
-                    for (int e = 0; e < 4; e++) part[r][e] = 0.f;
                 }
             }
             if constexpr (ONE) {
@@ -1230,7 +1248,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     const float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1],
                                         rows[1][2 * i + 1]};
                     float h[4], l[4];
-                    split<S_TERMS, HISTORY>(y, h, l);
+                    split<S_TERMS, HISTORY && NEAREST>(y, h, l);
                     if constexpr (!ONE) {
 #pragma unroll
                         for (int n = 0; n < COLUMNS; n++) {
@@ -1242,16 +1260,10 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                         for (int r = 0; r < RECORDS; r++) {
                             const float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
-                            product<S_TERMS, X_TERMS, true>(part[r], rest_low[r], h, l, z);
+                            product<S_TERMS, X_TERMS, NEAREST>(rest[r], rest_low[r], h, l, z);
                         }
                     }
                 }
-            }
-            if constexpr (HISTORY) {  // tensor cores cut their sums off, so they don't make long ones
-#pragma unroll
-                for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) rest[r][e] += part[r][e];
             }
         };
         if (DELTA && flush) {
@@ -1397,14 +1409,14 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                     for (int n = 0; n < 2; n++) {
                         float raw[2];
-                        widen(kept[r][n], raw);
+                        widen(kept.of[r][n], raw);
 #pragma unroll
                         for (int e = 0; e < 2; e++)
                             y[2 * n + e] =
                                 fold_beta[r][n] *
                                 (raw[e] - fold_factor[r][n] * (rest[r][2 * e + n] + rest_low[r][2 * e + n]));
                     }
-                    split<2, true>(y, rh[r], rl[r]);
+                    split<2, NEAREST>(y, rh[r], rl[r]);
                 }
 #pragma unroll
                 for (int t = 0; t < RECORDS; t++) {
@@ -1413,7 +1425,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     for (int r = 0; r <= t; r++) {
                         const float* cell = fold + (8 * t + g) * LR + 8 * r + 2 * c;
                         float z[2] = {cell[0], cell[1]};
-                        product<2, 2, true>(u, u_low, rh[r], rl[r], z);
+                        product<2, 2, NEAREST>(u, u_low, rh[r], rl[r], z);
                     }
 #pragma unroll
                     for (int e = 0; e < 4; e++)
@@ -1432,7 +1444,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #if RULE == 2
             float fh[RECORDS][4], fl[RECORDS][4];
 #pragma unroll
-            for (int r = 0; r < RECORDS; r++) split<2, true>(weighted[r], fh[r], fl[r]);
+            for (int r = 0; r < RECORDS; r++) split<2, NEAREST>(weighted[r], fh[r], fl[r]);
 #else
             u32 folded[RECORDS / 2][3][4];
 #pragma unroll
@@ -1461,7 +1473,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                                  z = chunk_of(ring_keys, 8 * r + 2 * c + 1, g, block);
                     const float keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
 #pragma unroll
-                    for (int i = 0; i < 4; i++) product<2, 2, true>(d[i], d_low[i], fh[r], fl[r], keys[i]);
+                    for (int i = 0; i < 4; i++) product<2, 2, NEAREST>(d[i], d_low[i], fh[r], fl[r], keys[i]);
                 }
 #else
 #pragma unroll
@@ -1494,8 +1506,10 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             store_unit(tile_at, head_state + (i64)(v - 2 * g) * (K * STATE_BYTES), V - v + 2 * g, lane);
         }
         warp_sync();
-        if (STAGES > 1) issue_unit(unit + (single ? 1 : STAGES), stage);
-        if (STAGES > 1) copies_commit();
+        if (STAGES > 1) {
+            issue_unit(unit + (single ? 1 : STAGES), stage);
+            copies_commit();
+        }
     }
     if (DIRECT) return;
     warp_sync();
