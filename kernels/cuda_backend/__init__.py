@@ -215,7 +215,12 @@ def _step(
         2 if window <= 16 else 4, share.units, rand_seed is not None,
     )  # fmt: skip
     programs = HV * -(-V // (UNIT * share.units))
-    params.turns = rule is not Rule.MAMBA2 and programs * batch > ONE_WAVE and 1 < batch <= _MOST_TURNS and index.ring_indices is None
+    params.turns = (
+        rule is not Rule.MAMBA2
+        and programs * batch > ONE_WAVE
+        and 1 < batch <= _MOST_TURNS
+        and index.ring_indices is None
+    )
     stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
     device = -1 if out.device.index is None else out.device.index
     program(config, device).launch((programs, batch), params, stream)

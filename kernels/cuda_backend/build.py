@@ -42,6 +42,8 @@ SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory of a Hopper multiprocessor."""
 SHARED_RESERVED = 1024
 """Of these, what each program costs besides its own."""
+_EARLY_LAUNCH = 9
+"""Major compute capability from which on a kernel may be launched before the one it waits for has ended."""
 
 
 @dataclass(frozen=True)
@@ -148,18 +150,29 @@ class Program:
                 (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
             ):
                 _checked(driver.cuFuncSetAttribute(self._function, name, value))
-        self._shared = config.shared_bytes
         self._device = device
+        self._shape = driver.CUlaunchConfig()
+        self._shape.blockDimX, self._shape.blockDimY, self._shape.blockDimZ = WARP, 1, 1
+        self._shape.gridDimZ = 1
+        self._shape.sharedMemBytes = config.shared_bytes
+        if major >= _EARLY_LAUNCH:
+            early = driver.CUlaunchAttribute()
+            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            self._shape.attrs, self._shape.numAttrs = [early], 1
 
     def launch(self, blocks: tuple[int, int], params: Params, stream: int) -> None:
-        """One launch on the program's device; `params` are copied before the call returns."""
+        """One launch on the program's device; `params` are copied before the call returns.
+
+        Where the GPU can, the launch is prepared while the kernel before it ends, which the kernel waits for.
+        """
         if torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self.launch(blocks, params, stream)
         pointer = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _checked(driver.cuLaunchKernel(
-            self._function, *blocks, 1, WARP, 1, 1, self._shared, stream, ctypes.addressof(pointer), 0,
-        ))  # fmt: skip
+        self._shape.gridDimX, self._shape.gridDimY = blocks
+        self._shape.hStream = stream
+        _checked(driver.cuLaunchKernelEx(self._shape, self._function, ctypes.addressof(pointer), 0))
 
 
 @cache

@@ -45,6 +45,14 @@ DEVICE int bit_count(u32 x) { return __popc(x); }
 DEVICE int first_bit(u32 x) { return __ffs(x) - 1; }
 DEVICE void warp_sync() { __syncwarp(); }
 
+// The kernel after this one may be launched; this one goes on when the kernel before it has ended.
+DEVICE void follow() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // d += a @ b of tf32 operands: a 16 x 8, b 8 x 8, in the layout of the instruction. The low 13 bits of an
 // operand are not read.
 DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {

@@ -472,12 +472,14 @@ struct Seat {  // a row in its turn, where rows take turns with its slot and cur
     int row, slot, start, hist;
 };
 
+DEVICE bool takes_turns(const Params& p) { return DELTA && p.turns; }
+
 // The row that this program serves. Rows that flush take several times as long as others, so they are spread
 // over the first three quarters of the grid. Which rows count as such is a guess that all programs share
 // (every row has T tokens); what a row computes does not depend on it.
 DEVICE Seat seat_in_turn(const Params& p, int lane) {
     const int turn = grid_y();
-    if (!p.turns) return {turn, 0, 0, 0};
+    if (!takes_turns(p)) return {turn, 0, 0, 0};
     int slots[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -528,11 +530,11 @@ DEVICE Seat seat_in_turn(const Params& p, int lane) {
 DEVICE Where locate(const Params& p, const Seat& seat) {
     const int b = seat.row;
     Where x;
-    x.slot = p.turns ? seat.slot : p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
+    x.slot = takes_turns(p) ? seat.slot : p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
     x.ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : x.slot;
     const bool live = x.slot >= 0 && x.ring >= 0 && !(p.state_indices && x.slot == p.pad_slot);
-    x.start = !live ? 0 : p.turns ? seat.start : p.ring_start[x.ring];
-    x.hist = !live ? 0 : p.turns ? seat.hist : p.hist_len[x.ring];
+    x.start = !live ? 0 : takes_turns(p) ? seat.start : p.ring_start[x.ring];
+    x.hist = !live ? 0 : takes_turns(p) ? seat.hist : p.hist_len[x.ring];
     x.first = 0;
     i64 n = p.T;
     if (p.lens) {
@@ -545,6 +547,7 @@ DEVICE Where locate(const Params& p, const Seat& seat) {
 
 extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __grid_constant__ Params p) {
     const int lane = lane_id(), g = lane >> 2, c = lane & 3;
+    follow();
     const Seat seat = seat_in_turn(p, lane);
     const int b = seat.row;
     constexpr int PARTS = (V + FULL - 1) / FULL;

@@ -164,6 +164,7 @@ class Driver:
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared",
         CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT="carveout",
     )
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early")
 
     def cuModuleLoadData(self, image: bytes) -> tuple[Status, int]:
         self.loaded.append(image)
@@ -176,12 +177,24 @@ class Driver:
         self.attributes.append((attribute, value))
         return (Status.SUCCESS,)
 
-    def cuLaunchKernel(self, function: str, *given: int) -> tuple[Status]:
-        *shape, pointers, extra = given
+    @staticmethod
+    def CUlaunchConfig() -> SimpleNamespace:
+        return SimpleNamespace(attrs=[], numAttrs=0)
+
+    @staticmethod
+    def CUlaunchAttribute() -> SimpleNamespace:
+        return SimpleNamespace(id="", value=SimpleNamespace(programmaticStreamSerializationAllowed=0))
+
+    def cuLaunchKernelEx(
+        self, shape: SimpleNamespace, function: str, pointers: int, extra: int
+    ) -> tuple[Status]:
         assert extra == 0
         (address,) = (ctypes.c_void_p * 1).from_address(pointers)
         assert address is not None
-        self.launches.append((function, *shape, ctypes.string_at(address, ctypes.sizeof(Params))))
+        given = dict(vars(shape))
+        attributes = [(a.id, a.value.programmaticStreamSerializationAllowed) for a in given.pop("attrs")]
+        assert given.pop("numAttrs") == len(attributes)
+        self.launches.append((function, given, attributes, ctypes.string_at(address, ctypes.sizeof(Params))))
         return (self.launch_status,)
 
 
@@ -278,14 +291,20 @@ def test_the_compiler_says_why(machine: Machine) -> None:
     assert not machine.cache.exists()
 
 
-def test_a_launch(machine: Machine) -> None:
-    """One warp a program, shared memory as the configuration has it, the parameters' bytes."""
+@pytest.mark.parametrize(("capability", "attributes"), [((9, 0), [("early", 1)]), ((8, 6), [])])
+def test_a_launch(
+    machine: Machine, capability: tuple[int, int], attributes: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warp a program, shared memory as configured, the parameters' bytes; early where the GPU can."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     program = Program(PLAIN, 0)
     assert ("shared", PLAIN.shared_bytes) in machine.driver.attributes
     params = Params(state=4096, R=18, scale=0.5)
     program.launch((12, 7), params, 33)
+    shape = {f"{what}Dim{axis}": 1 for what in ("grid", "block") for axis in "XYZ"}
+    shape |= {"gridDimX": 12, "gridDimY": 7, "blockDimX": 32, "sharedMemBytes": PLAIN.shared_bytes}
     assert machine.driver.launches == [
-        ("replay_step of 1", 12, 7, 1, 32, 1, 1, PLAIN.shared_bytes, 33, bytes(params))
+        ("replay_step of 1", shape | {"hStream": 33}, attributes, bytes(params))
     ]
     machine.driver.launch_status = Status.BROKEN
     with pytest.raises(RuntimeError, match=r"CUDA reports BROKEN; .* choose backend='triton'"):
