@@ -1,14 +1,15 @@
 """The `cuda` backend: the step as CUDA C++, compiled at first use; for chains on NVIDIA GPUs.
 
-It serves what the models that people run ask for, and refuses the rest: key dimension 128, at most 16
-tokens a row (KDA: 8), windows to 32 (KDA: 16), no draft trees. `step.cu` says how it works. A step is one
-launch a layer, without allocation or synchronisation as long as inputs are dense over heads and channels and
-begin on vector boundaries; inputs that do not are copied first.
+It serves what the models that people run ask for, and refuses the rest: bf16 activations, key dimension
+128, at most 16 tokens a row (KDA: 8), windows to 32 (KDA: 16), no draft trees. `step.cu` says how it works.
+A step is one launch a layer, without allocation or synchronisation as long as inputs are dense over heads and
+channels and begin on vector boundaries; inputs that do not are copied first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -209,9 +210,10 @@ def _step(
     params.varlen = index.cu_seqlens is not None
     params.R, params.L, params.T, params.B = R, window, tokens, batch
     params.pad_slot, params.layer = index.pad_slot_id, layer
-    share = share or cut(V, batch * HV)
+    compiled = next(n for n in (1, 4, 8, 16) if tokens <= n)
+    share = share or cut(rule, V, compiled, batch * HV, _gpu(out.device))
     config = Config(
-        rule, V, HV // H, state.dtype, next(n for n in (1, 4, 8, 16) if tokens <= n),
+        rule, V, HV // H, state.dtype, compiled,
         2 if window <= 16 else 4, share.units, rand_seed is not None,
     )  # fmt: skip
     programs = HV * -(-V // (UNIT * share.units))
@@ -225,6 +227,12 @@ def _step(
     device = -1 if out.device.index is None else out.device.index
     program(config, device).launch((programs, batch), params, stream)
     return out
+
+
+@cache
+def _gpu(device: torch.device) -> str:
+    """The GPU's name."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _rings(params: Params, rings: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -139,7 +139,7 @@ class Program:
 
     def __init__(self, config: Config, device: int) -> None:
         major, minor = torch.cuda.get_device_capability(device)
-        image = _machine_code(config, f"sm_{major}{minor}")
+        image = machine_code(config, f"sm_{major}{minor}")
         with torch.cuda.device(device):
             torch.cuda.current_stream()
             self._module = _checked(driver.cuModuleLoadData(image))
@@ -195,7 +195,8 @@ def _checked(result: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
-def _machine_code(config: Config, arch: str) -> bytes:
+def machine_code(config: Config, arch: str) -> bytes:
+    """The kernel of a configuration for an architecture such as `sm_90`, compiled or from the cache."""
     text = source()
     plain = ("--std=c++17", "--device-as-default-execution-space", "--disable-warnings")
     options = [f"--gpu-architecture={arch}", *plain, *config.defines()]

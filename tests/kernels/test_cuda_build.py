@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from replayssm.kernels.cuda_backend import build
 from replayssm.kernels.cuda_backend.build import UNIT, Config, Params, Program
 from replayssm.kernels.cuda_backend.cut import cut
 
+cut_module = import_module("replayssm.kernels.cuda_backend.cut")
 PLAIN = Config(Rule.GDN, 80, 2, torch.float32, 4, 2, 5, False)
 SMALLEST_SHARED = 99 * 1024
 """Bytes of shared memory that a program may have on the smallest GPUs since compute capability 8.0."""
@@ -86,7 +88,8 @@ def test_every_configuration_fits_every_gpu() -> None:
 def test_cuts_cover_a_head(value_dim: int) -> None:
     """Programs cover all units of a head and none has nothing to do; more heads never mean smaller ones."""
     whole = -(-value_dim // UNIT)
-    shares = [cut(value_dim, heads).units for heads in (1, 8, 64, 256, 512, 1024, 4096, 8191, 8192, 65535)]
+    counts = (1, 8, 64, 256, 512, 1024, 4096, 8191, 8192, 65535)
+    shares = [cut(Rule.GDN, value_dim, 1, heads, "a GPU without a table").units for heads in counts]
     for units in shares:
         assert 1 <= units <= whole
         programs = -(-value_dim // (UNIT * units))
@@ -94,6 +97,32 @@ def test_cuts_cover_a_head(value_dim: int) -> None:
     assert shares == sorted(shares)
     assert shares[0] == 1, "a few heads are cut as small as can be"
     assert shares[-1] == whole, "many are not cut at all"
+
+
+def test_a_measured_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's table decides for the steps that it has; 16 tokens are cut as 8 are."""
+    table = {"mamba2 V64 T1": [[128, 1], [512, 2]], "mamba2 V64 T8": [[64, 4]]}
+    monkeypatch.setattr(cut_module, "tables", lambda: {"GPU": table})
+    units = [cut(Rule.MAMBA2, 64, 1, heads, "GPU").units for heads in (1, 128, 129, 512, 513)]
+    assert units == [1, 1, 2, 2, 4]
+    assert cut(Rule.MAMBA2, 64, 16, 64, "GPU").units == 4
+    assert cut(Rule.MAMBA2, 64, 4, 64, "GPU") == cut(Rule.MAMBA2, 64, 4, 64, "another")
+    assert cut(Rule.MAMBA2, 80, 1, 64, "GPU") == cut(Rule.MAMBA2, 80, 1, 64, "another")
+
+
+def test_the_tables_in_the_package() -> None:
+    """Their heads ascend, their shares are parts of a head, and every key is one that a step can have."""
+    keys = {
+        cut_module.shape_key(rule, value_dim, tokens): -(-value_dim // UNIT)
+        for rule in Rule
+        for value_dim in range(8, 257, 8)
+        for tokens in (1, 4, 8)
+    }
+    for table in cut_module.tables().values():
+        for key, entries in table.items():
+            heads = [most for most, _ in entries]
+            assert heads == sorted(set(heads))
+            assert all(1 <= units <= keys[key] for _, units in entries)
 
 
 # ---- the build ----
