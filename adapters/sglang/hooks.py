@@ -1,0 +1,463 @@
+"""The functions that wrap SGLang's: each takes the original first, and leaves all others' work to it.
+
+`patch_points` says which function wraps what and why. A pool of states has rings only where the server was
+started for it; without them every hook here is the original and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from replayssm.adapters.sglang import decode
+from replayssm.adapters.sglang.patch_points import (
+    RELIED_ON,
+    SCHEDULER,
+    Incompatible,
+    check,
+    installed_version,
+    prove_live,
+)
+from replayssm.adapters.sglang.replay_pool import ReplayPool, allocate_rings
+from replayssm.adapters.sglang.settings import (
+    OPTIONS,
+    SETTINGS,
+    Settings,
+    add_arguments,
+    read_options,
+)
+from replayssm.core.geometry import LayerGeometry, Rule
+from replayssm.core.layout import RingLayout
+from replayssm.kernels.registry import resolve as resolve_backend
+
+logger = logging.getLogger(__name__)
+
+Original = Callable[..., Any]
+
+_POOL = "_replayssm"
+"""Attribute of SGLang's state pool, and of its allocator of slots, that holds the `ReplayPool`."""
+_TRACKED = "_replayssm_tracked"
+"""Attribute of a decode batch: the rows whose states SGLang keeps for its prefix cache after this step."""
+
+# Address of a layer's states -> its pool and number: all that a kernel's call says of the layer.
+_LAYERS: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+
+# Server arguments and processes.
+
+
+def add_options(original: Original, parser: Any) -> Any:
+    """Add the adapter's options to SGLang's parser."""
+    result = original(parser)
+    add_arguments(parser)
+    return result
+
+
+def keep_options(original: Original, cls: Any, args: Any) -> Any:
+    """Keep the adapter's options with the server arguments."""
+    server_args = original(cls, args)
+    setattr(server_args, OPTIONS, read_options(args))
+    return server_args
+
+
+def report_settings(original: Original, self: Any) -> Any:
+    """Show the settings among the resolved server arguments."""
+    result = original(self)
+    settings: Settings | None = getattr(self, SETTINGS, None)
+    if settings is not None:
+        result["replayssm"] = {"window": settings.window, "backend": settings.backend}
+    return result
+
+
+def patch_scheduler(original: Original, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Patch the rest of SGLang in a scheduler process that decodes with replay."""
+    context = original(server_args, *args, **kwargs)
+    if getattr(server_args, SETTINGS, None) is not None and kwargs.get("role") == "scheduler":
+        install()
+    return context
+
+
+def install() -> None:
+    """Apply the patches of scheduler processes.
+
+    Raises:
+        Incompatible: SGLang is not what they were written for, or one did not take hold.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    check((*SCHEDULER, *RELIED_ON))
+    for point in SCHEDULER:
+        if point.target not in _registered:
+            HookRegistry.register(point.target, globals()[point.hook], HookType.AROUND)
+            _registered.add(point.target)
+    HookRegistry.apply_hooks()
+    prove_live(SCHEDULER, globals())
+
+
+_registered: set[str] = set()
+
+
+# Rings.
+
+
+def gdn_backend(original: Original, self: Any, model_runner: Any) -> None:
+    """Rings for a model whose recurrent layers are Gated DeltaNet."""
+    original(self, model_runner)
+    _require_packed_decode(self, model_runner)
+    _give_rings(model_runner, Rule.GDN)
+
+
+def kda_backend(original: Original, self: Any, model_runner: Any) -> None:
+    """Rings for a model whose recurrent layers are Kimi Delta Attention."""
+    original(self, model_runner)
+    _require_packed_decode(self, model_runner)
+    pool = _give_rings(model_runner, Rule.KDA)
+    if pool is not None:
+        # SGLang sends layers with the bounded gate past `packed_decode`, which has it here.
+        self.kernel_dispatcher.supports_packed_decode_safe_gate = True
+
+
+def mamba2_backend(original: Original, self: Any, model_runner: Any) -> None:
+    """Rings for a model whose recurrent layers are Mamba-2."""
+    original(self, model_runner)
+    _give_rings(model_runner, Rule.MAMBA2)
+
+
+def require_rings(original: Original, runner: Any, full_attn_backend: Any) -> Any:
+    """A server that was started with replay decodes with it, or does not start."""
+    backend = original(runner, full_attn_backend)
+    if _settings(runner) is not None and _pool_of(runner.req_to_token_pool) is None:
+        linear = getattr(backend, "linear_attn_backend", backend)
+        raise Incompatible(
+            "--enable-linear-replayssm: expected a model with Gated DeltaNet, Kimi Delta Attention or "
+            f"Mamba-2 layers, got one that SGLang serves by {type(linear).__name__}; leave the flag out"
+        )
+    return backend
+
+
+def budget_rings(original: Original, self: Any, total_rest_memory: float) -> float:
+    """Count the rings of each slot in SGLang's memory budget."""
+    settings = _settings(self)
+    params = getattr(self.mambaish_config, "mamba2_cache_params", None)
+    if settings is None or params is None:
+        return float(original(self, total_rest_memory))
+    gdn = self.hybrid_gdn_config is not None
+    rule = Rule.KDA if params.is_kda else Rule.GDN if gdn else Rule.MAMBA2
+    layout = _layout(settings, rule, params, self.model_dtype)
+    before = self.extra_mamba_cache_bytes_per_req
+    self.extra_mamba_cache_bytes_per_req = before + layout.bytes_per_slot * len(params.layers)
+    try:
+        return float(original(self, total_rest_memory))
+    finally:
+        self.extra_mamba_cache_bytes_per_req = before
+
+
+def _settings(runner: Any) -> Settings | None:
+    """The settings of a target model's runner or configurator; `None` for drafts and without replay."""
+    if runner.is_draft_worker:
+        return None
+    settings: Settings | None = getattr(runner.server_args, SETTINGS, None)
+    return settings
+
+
+def _layout(settings: Settings, rule: Rule, params: Any, activations: torch.dtype) -> RingLayout:
+    HV, V, K = params.shape.temporal
+    H = params.shape.num_k_heads_per_tp
+    return RingLayout(LayerGeometry(rule, HV, H, V, K), settings.window, 1, activations)
+
+
+def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
+    """The rings of a model's state pool, made where there are none; `None` without replay."""
+    settings = _settings(model_runner)
+    if settings is None:
+        return None
+    slots = model_runner.req_to_token_pool
+    mamba_pool = slots.mamba_pool
+    pool: ReplayPool | None = getattr(mamba_pool, _POOL, None)
+    if pool is not None:
+        return pool
+    prove_live(SCHEDULER, globals())
+    states = mamba_pool.mamba_cache.temporal
+    stored = str(states.dtype).removeprefix("torch.")
+    if settings.ssm_dtype not in (None, stored):
+        raise Incompatible(f"expected SGLang's states in {settings.ssm_dtype}, as asked, got {stored}")
+    backend = resolve_backend(settings.backend, states.device).__name__.rsplit(".", 1)[-1]
+    layout = _layout(settings, rule, _cache_params(model_runner.model_config), model_runner.dtype)
+    rates = _rates(model_runner.model, len(states)) if rule is Rule.MAMBA2 else None
+    with mamba_pool.memory_saver_adapter.region(_memory_type()):
+        rings = allocate_rings(layout, len(states), states.shape[1], states.device)
+    pool = ReplayPool(layout, states, rings, settings.backend, rates)
+    # Compiles the kernel that makes states current: slot 0 is skipped by it.
+    pool.flush(torch.zeros(1, dtype=torch.int64, device=states.device))
+    setattr(mamba_pool, _POOL, pool)
+    setattr(slots.mamba_allocator, _POOL, pool)
+    mamba_pool.register_slot_state(pool)
+    mamba_pool.mem_usage += pool.bytes / (1 << 30)
+    if rule is Rule.KDA:
+        # SGLang's sign that a ring exists, at which it leaves its fused KDA step alone.
+        mamba_pool.mamba_cache = replace(mamba_pool.mamba_cache, replayssm_d=pool.stacked["u_cache"])
+    for layer, state in enumerate(states):
+        _LAYERS[state.data_ptr()] = (weakref.ref(mamba_pool), layer)
+    logger.info(
+        "replayssm: %d %s layers of SGLang %s; %s; window %d, no drafts; state %s; rings %.2f GB in %d slots",
+        len(states), rule, installed_version(), backend, layout.window, stored, pool.bytes / (1 << 30), states.shape[1],
+    )  # fmt: skip
+    return pool
+
+
+def _cache_params(model_config: Any) -> Any:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model_config).mamba2_cache_params
+
+
+def _memory_type() -> str:
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    return str(GPU_MEMORY_TYPE_KV_CACHE)
+
+
+def _rates(model: Any, layers: int) -> list[torch.Tensor]:
+    """`A` `[H]` fp32 of each Mamba-2 layer on this rank, in model order."""
+    from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
+
+    mixers = [module for module in model.modules() if isinstance(module, MambaMixer2)]
+    if len(mixers) != layers:
+        found = sorted({type(module).__name__ for module in model.modules() if hasattr(module, "A")})
+        raise Incompatible(
+            f"--enable-linear-replayssm: expected {layers} MambaMixer2 layers, found {len(mixers)}; layers "
+            f"with a decay rate: {', '.join(found) or 'none'}. Start the model without the flag"
+        )
+    return [mixer.A.detach().float() for mixer in mixers]
+
+
+def _require_packed_decode(backend: Any, model_runner: Any) -> None:
+    """Delta-rule layers are served where SGLang calls its Triton kernel's `packed_decode`."""
+    if _settings(model_runner) is None:
+        return
+    kernel = backend.kernel_dispatcher.decode_kernel
+    if not backend.kernel_dispatcher.supports_packed_decode or "Triton" not in type(kernel).__name__:
+        raise Incompatible(
+            "--enable-linear-replayssm: expected SGLang to decode by a Triton kernel with packed inputs, got "
+            f"{type(kernel).__name__}; leave --linear-attn-decode-backend out or set it to triton"
+        )
+
+
+def _pool_of(req_to_token_pool: Any) -> ReplayPool | None:
+    pool: ReplayPool | None = getattr(getattr(req_to_token_pool, "mamba_pool", None), _POOL, None)
+    return pool
+
+
+def _layer_of(states: torch.Tensor) -> tuple[ReplayPool, int] | None:
+    """Pool and number of the layer that owns `states` `[slots, ...]`; `None` where it has no rings."""
+    found = _LAYERS.get(states.data_ptr())
+    mamba_pool = None if found is None else found[0]()
+    return None if found is None or mamba_pool is None else (getattr(mamba_pool, _POOL), found[1])
+
+
+# A decode step.
+
+
+def gdn_decode(
+    original: Original, self: Any, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **given: Any
+) -> Any:
+    """A Gated DeltaNet layer."""
+    return _delta_decode(original, self, mixed_qkv, a, b, given)
+
+
+def kda_decode(
+    original: Original, self: Any, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **given: Any
+) -> Any:
+    """A Kimi Delta Attention layer."""
+    return _delta_decode(original, self, mixed_qkv, a, b, given)
+
+
+def _delta_decode(
+    original: Original, self: Any, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, given: Any
+) -> Any:
+    served = _layer_of(given["ssm_states"])
+    if served is None:
+        return original(self, mixed_qkv, a, b, **given)
+    pool, layer = served
+    return decode.delta(
+        pool, layer, mixed_qkv, a, b, given["A_log"], given["dt_bias"], given["scale"],
+        given["cache_indices"], given.get("lower_bound"),
+    )  # fmt: skip
+
+
+def mamba2_decode(
+    original: Original,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    **given: Any,
+) -> None:
+    """A Mamba-2 layer."""
+    served = _layer_of(state)
+    if served is None:
+        original(state, x, dt, A, B, C, D, **given)
+        return
+    if given.get("disable_state_update"):
+        raise Incompatible(
+            "replayssm does not serve speculation with SGLang yet, and got a verification step"
+        )
+    pool, layer = served
+    decode.mamba2(
+        pool, layer, x, dt, A, B, C, D, given.get("z"), given.get("dt_bias"),
+        given.get("dt_softplus", False), given["state_batch_indices"], given["out"],
+    )  # fmt: skip
+
+
+def end_of_delta_layer(
+    original: Original,
+    self: Any,
+    forward_batch: Any,
+    conv_states: torch.Tensor,
+    ssm_states: torch.Tensor,
+    cache_indices: torch.Tensor,
+    layer_id: int | None = None,
+) -> None:
+    """Move the cursors after the last layer of a step."""
+    original(self, forward_batch, conv_states, ssm_states, cache_indices, layer_id)
+    served = _layer_of(ssm_states)
+    if served is not None:
+        pool, layer = served
+        if layer == len(pool.rings) - 1:
+            pool.commit(cache_indices)
+
+
+def end_of_mamba2_layer(
+    original: Original,
+    self: Any,
+    mixer: Any,
+    hidden_states: torch.Tensor,
+    output: torch.Tensor | None,
+    layer_id: int,
+    forward_batch: Any,
+    **given: Any,
+) -> Any:
+    """Move the cursors of a step's decode rows after the last layer."""
+    result = original(self, mixer, hidden_states, output, layer_id, forward_batch, **given)
+    pool = _pool_of(self.req_to_token_pool)
+    metadata = self.forward_metadata
+    last = self.req_to_token_pool.mamba_pool.mamba_layer_ids[-1]
+    if pool is not None and metadata.num_decodes and layer_id == last:
+        first = metadata.num_prefills
+        pool.commit(metadata.mamba_cache_indices[first : first + metadata.num_decodes])
+    return result
+
+
+# States that others read.
+
+
+def keep_tracked_rows(original: Original, cls: Any, batch: Any, model_runner: Any, **given: Any) -> Any:
+    """Keep which rows of a decode batch SGLang's prefix cache wants, so that nothing is read back."""
+    forward_batch = original(cls, batch, model_runner, **given)
+    mask = getattr(batch, "mamba_track_mask_cpu", None)
+    if mask is not None and forward_batch.forward_mode.is_decode():
+        setattr(forward_batch, _TRACKED, [row for row, tracked in enumerate(mask) if tracked])
+    return forward_batch
+
+
+def forward(original: Original, self: Any, forward_batch: Any, *args: Any, **given: Any) -> Any:
+    """Make states current before a prefill reads them, and after a step those that it tracks."""
+    pool = None if self.is_draft_worker else _pool_of(self.req_to_token_pool)
+    if pool is None:
+        return original(self, forward_batch, *args, **given)
+    pool.settle()
+    mode = forward_batch.logical_forward_mode
+    if mode.is_extend():
+        pool.flush(_slots(self, forward_batch.req_pool_indices))
+    tracked = _tracked(self, forward_batch) if mode.is_decode() else None
+    result = original(self, forward_batch, *args, **given)
+    if tracked is not None:
+        pool.snapshot(*tracked)
+    return result
+
+
+def _slots(model_runner: Any, requests: torch.Tensor) -> torch.Tensor:
+    slots = model_runner.req_to_token_pool
+    found: torch.Tensor = slots.translate_mamba_indices(slots.get_mamba_indices(requests))
+    return found
+
+
+def _tracked(model_runner: Any, forward_batch: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Slots of the rows that a decode batch tracks, and the slots that keep their states.
+
+    SGLang copies a tracked state by itself, during the step and without its history.
+    """
+    if forward_batch.mamba_track_mask is None:
+        return None
+    requests, targets = forward_batch.req_pool_indices, forward_batch.mamba_track_indices
+    rows: list[int] | None = getattr(forward_batch, _TRACKED, None)
+    if rows is None:
+        targets = torch.where(forward_batch.mamba_track_mask, targets, -1)
+    elif not rows:
+        return None
+    else:
+        chosen = torch.tensor(rows, pin_memory=requests.is_cuda).to(requests.device, non_blocking=True)
+        requests, targets = requests[chosen], targets[chosen]
+    return _slots(model_runner, requests).long(), targets
+
+
+def copy_to_host(original: Original, self: Any, indices: torch.Tensor) -> Any:
+    """States that go to the host, when a request is retracted, are current."""
+    pool: ReplayPool | None = getattr(self, _POOL, None)
+    if pool is not None:
+        if indices.is_cuda:
+            torch.cuda.synchronize(indices.device)
+        pool.flush(indices)
+    return original(self, indices)
+
+
+def donate_state(original: Original, self: Any, req: Any, *args: Any, **given: Any) -> Any:
+    """A request's own state is current when the prefix cache takes or copies it, so its key stays whole.
+
+    With an extra buffer the cache takes tracked states, which `forward` has made current.
+    """
+    slots = self.cache.req_to_token_pool
+    pool = _pool_of(slots)
+    if pool is not None and not self.cache.enable_mamba_extra_buffer:
+        pool.flush(slots.translate_mamba_indices(req.kv.mamba_pool_idx.unsqueeze(0)))
+    return original(self, req, *args, **given)
+
+
+# Slots that change hands.
+
+
+def allocate_slots(original: Original, self: Any, need_size: int) -> Any:
+    """Slots that are handed out have empty rings, whatever their previous owner left."""
+    allocated = original(self, need_size)
+    pool: ReplayPool | None = getattr(self, _POOL, None)
+    if pool is not None and allocated is not None:
+        pool.hand_out(allocated)
+    return allocated
+
+
+def load_checkpoint(
+    original: Original, self: Any, active_mamba_pool: Any, ckpt_slots: Any, active_slots: torch.Tensor
+) -> Any:
+    """A slot that a quantised checkpoint was loaded into has an empty ring."""
+    result = original(self, active_mamba_pool, ckpt_slots, active_slots)
+    pool: ReplayPool | None = getattr(active_mamba_pool, _POOL, None)
+    if pool is not None:
+        pool.reset_slots(active_slots)
+    return result
+
+
+def adopt_state(original: Original, self: Any, req: Any) -> Any:
+    """A slot that a state was loaded into has an empty ring."""
+    slots = self.cache.req_to_token_pool
+    pool = _pool_of(slots)
+    if pool is not None:
+        pool.hand_out(slots.translate_mamba_indices(req.kv.mamba_pool_idx.unsqueeze(0)))
+    return original(self, req)

@@ -1,0 +1,188 @@
+"""`ReplayPool`: rings and cursors beside the slots of SGLang's state pool, and a slot's life.
+
+It is one of the pool's slot states (SGLang's `SlotIndexedState`), so SGLang tells it when slots are cleared,
+copied, and moved to the host and back. Slot 0 is SGLang's dummy for padded rows: a pad, never touched. It
+knows SGLang's slots, not its requests, batches or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from replayssm import kernels
+from replayssm.core.cursors import Cursors
+from replayssm.core.geometry import Rule
+from replayssm.core.layout import RingLayout
+from replayssm.kernels import LayerTable, StepIndex
+
+PAD_SLOT = 0
+
+
+def allocate_rings(
+    layout: RingLayout, layers: int, slots: int, device: torch.device | str
+) -> dict[str, torch.Tensor]:
+    """The ring tensors of all layers by name, `[layers, slots, heads, R, ...]`, uninitialised."""
+    return {
+        field.name: torch.empty(layers, *field.shape(slots, layout.rows), dtype=field.dtype, device=device)
+        for field in layout.fields
+    }
+
+
+class ReplayPool:
+    """Rings of all recurrent layers of a model, and one pair of cursors for each slot.
+
+    Methods that take slots wait for nothing on the device. They run on the stream of the model's forward
+    pass, or while that stream is idle.
+
+    Attributes:
+        layout: the rings of a layer.
+        states: `[layers, slots, HV, V, K]`, SGLang's states, which are the checkpoints.
+        stacked: the ring tensors of all layers by name, `[layers, slots, heads, R, ...]`.
+        rings: per layer the ring tensors by name.
+        cursors: start and history of each slot, shared by all layers.
+        backend: kernel backend.
+    """
+
+    def __init__(
+        self,
+        layout: RingLayout,
+        states: torch.Tensor,
+        rings: dict[str, torch.Tensor],
+        backend: str,
+        rates: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        """Give all slots of `states` empty rings.
+
+        Args:
+            layout: the rings of a layer.
+            states: `[layers, slots, HV, V, K]`, slot and layer strides free.
+            rings: the ring tensors of all layers, from `allocate_rings`.
+            backend: kernel backend.
+            rates: per layer `A` `[H]` fp32, for Mamba-2.
+
+        Raises:
+            ValueError: states of another shape than the layout's, or that kernels can't take.
+        """
+        layers, slots, *shape = states.shape
+        if tuple(shape) != layout.geometry.state_shape:
+            raise ValueError(
+                f"states: expected [layers, slots, {', '.join(map(str, layout.geometry.state_shape))}], "
+                f"got {list(states.shape)}"
+            )
+        self.layout, self.states, self.stacked, self.backend = layout, states, rings, backend
+        self.rings = [{name: tensor[layer] for name, tensor in rings.items()} for layer in range(layers)]
+        self.cursors = Cursors.allocate(slots, layout.window, layout.rows, states.device)
+        self.rates = None if rates is None else tuple(rates)
+        self._table = LayerTable.build(self.rule, list(states), self.rings, self.rates)
+        self._handed_out: list[torch.Tensor] = []
+
+    @property
+    def rule(self) -> Rule:
+        """The layers' recurrence."""
+        return self.layout.geometry.rule
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all rings and cursors."""
+        tensors = (*self.stacked.values(), self.cursors.start, self.cursors.history)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    # Steps.
+
+    def index(self, slots: torch.Tensor) -> StepIndex:
+        """The rows of a step, for the kernels; `slots` `[B]` int, padded rows negative or `PAD_SLOT`."""
+        return StepIndex(state_indices=slots, pad_slot_id=PAD_SLOT)
+
+    def commit(self, slots: torch.Tensor) -> None:
+        """End a decode step of one token in each row: once, after all layers."""
+        kernels.commit(
+            self.cursors.start,
+            self.cursors.history,
+            slots,
+            1,
+            window=self.cursors.window,
+            rows=self.cursors.rows,
+            pad_slot_id=PAD_SLOT,
+            backend=self.backend,
+        )
+
+    # States that others read.
+
+    def flush(self, slots: torch.Tensor) -> None:
+        """Make the states of `slots` (`[B]` int, none negative) current and their rings empty."""
+        self.settle()
+        self._write_states(slots, slots)
+        self._empty(slots)
+
+    def snapshot(self, slots: torch.Tensor, targets: torch.Tensor) -> None:
+        """Write the current states of `slots` into `targets` (both `[B]` int), whose rings become empty.
+
+        Rows with a target of `PAD_SLOT` or less are skipped. Histories of `slots` stay; a slot without one
+        is not copied, since whoever asks has copied its state.
+        """
+        self.settle()
+        self._write_states(slots, targets)
+        self._empty(targets)
+
+    def _write_states(self, slots: torch.Tensor, targets: torch.Tensor) -> None:
+        history = self.cursors.history[slots.clamp(min=PAD_SLOT).long()]
+        wanted = (history > 0) & (targets > PAD_SLOT)
+        kernels.materialize(
+            self.rule,
+            self._table,
+            None,
+            self.cursors.start,
+            history,
+            torch.where(wanted, slots, -1),
+            torch.where(wanted, targets, -1),
+            window=self.cursors.window,
+            backend=self.backend,
+        )
+
+    def _empty(self, slots: torch.Tensor) -> None:
+        """Whoever owns `slots` starts from their states; `PAD_SLOT` never has a history."""
+        self.cursors.history.index_fill_(0, slots.clamp(min=PAD_SLOT).long(), 0)
+
+    # Slots that change hands.
+
+    def hand_out(self, slots: torch.Tensor) -> None:
+        """Note that `slots` have a new owner; `settle` empties their rings.
+
+        The host hands a slot out while the device may still run the last step of its previous owner, on
+        another stream, so the cursors are not touched here.
+        """
+        self._handed_out.append(slots)
+
+    def settle(self) -> None:
+        """Empty the rings of slots handed out since the last call; before a forward pass."""
+        if not self._handed_out:
+            return
+        slots = torch.cat([slots.view(-1) for slots in self._handed_out])
+        if slots.is_cuda:
+            for handed_out in self._handed_out:
+                handed_out.record_stream(torch.cuda.current_stream(slots.device))
+        self._handed_out.clear()
+        self._empty(slots)
+
+    # SGLang's `SlotIndexedState`.
+
+    def reset_slots(self, indices: torch.Tensor) -> None:
+        """States of `indices` are about to be zeroed."""
+        self._empty(indices)
+
+    def copy_slots(self, src_index: torch.Tensor, dst_index: torch.Tensor) -> None:
+        """States of `src_index` have been copied, without their histories."""
+        self.snapshot(src_index, dst_index)
+
+    def get_cpu_slots(self, indices: torch.Tensor) -> None:
+        """Nothing goes to the host: `flush` precedes the copy."""
+
+    def load_cpu_slots(self, data: None, indices: torch.Tensor) -> None:
+        """States of `indices` have come from the host."""
+        self._empty(indices)
+
+    def iter_transfer_state_entries(self) -> Iterator[tuple[str, torch.Tensor, int, int]]:
+        """Nothing is transferred: a state that leaves its server has no history."""
+        return iter(())

@@ -1,0 +1,34 @@
+"""These tests run with the real SGLang, in the environment that `ci/sglang.sh` makes; elsewhere they skip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if find_spec("sglang") is None:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plugins() -> None:
+    """SGLang finds the adapter as it does in each of its processes."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+@pytest.fixture(autouse=True)
+def _no_convolution(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The update of the short convolution, a GPU kernel, passes its inputs on."""
+    from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
+    from sglang.srt.layers.attention.mamba import mamba
+
+    def same(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+    for module in (gdn_backend, kda_backend, mamba):
+        monkeypatch.setattr(module, "causal_conv1d_update", same, raising=False)
+    yield
