@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All checks: lint, types, tests with coverage, then the transformers adapter at the oldest
-# version it supports. Needs the environment that `make` sets up.
+# version it supports, and the SGLang adapter with the real SGLang. Needs the environment that `make` sets up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,4 +32,8 @@ if [ -d tests/adapters/transformers ]; then
     # No trailing colon: an empty entry would put the checkout's root on the path.
     PYTHONPATH="$floor${PYTHONPATH:+:$PYTHONPATH}" EXPECT_TRANSFORMERS="$floor_version" \
         "$venv/bin/pytest" -n 2 tests/adapters/transformers
+fi
+
+if [ -d tests/adapters/sglang ]; then
+    ci/sglang.sh
 fi

@@ -205,7 +205,8 @@ def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
         _LAYERS[state.data_ptr()] = (weakref.ref(mamba_pool), layer)
     logger.info(
         "replayssm: %d %s layers of SGLang %s; %s; window %d, no drafts; state %s; rings %.2f GB in %d slots",
-        len(states), rule, installed_version(), backend, layout.window, stored, pool.bytes / (1 << 30), states.shape[1],
+        len(states), rule, installed_version(), backend, layout.window, stored,
+        pool.bytes / (1 << 30), states.shape[1],
     )  # fmt: skip
     return pool
 

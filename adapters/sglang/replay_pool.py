@@ -111,8 +111,9 @@ class ReplayPool:
     # States that others read.
 
     def flush(self, slots: torch.Tensor) -> None:
-        """Make the states of `slots` (`[B]` int, none negative) current and their rings empty."""
+        """Make the states of `slots` (`[B]` or `[]` int) current and their rings empty."""
         self.settle()
+        slots = slots.reshape(-1)
         self._write_states(slots, slots)
         self._empty(slots)
 
@@ -143,7 +144,7 @@ class ReplayPool:
 
     def _empty(self, slots: torch.Tensor) -> None:
         """Whoever owns `slots` starts from their states; `PAD_SLOT` never has a history."""
-        self.cursors.history.index_fill_(0, slots.clamp(min=PAD_SLOT).long(), 0)
+        self.cursors.history.index_fill_(0, slots.reshape(-1).clamp(min=PAD_SLOT).long(), 0)
 
     # Slots that change hands.
 

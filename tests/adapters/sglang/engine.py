@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from replayssm.adapters.sglang import hooks
 from tests import oracle
 
 Inputs = dict[str, torch.Tensor]
@@ -160,12 +161,19 @@ class Engine:
         self.runner.eager_runner.execute = lambda forward_batch, pp_proxy_tensors=None: run()
         return self.runner._forward_raw(batch, None).logits_output
 
-    def decode(self, rows: Sequence[int], tokens: list[Inputs], **batch: Any) -> list[torch.Tensor]:
+    def decode(
+        self,
+        rows: Sequence[int],
+        tokens: list[Inputs],
+        tracked: Sequence[bool] | None = None,
+        **batch: Any,
+    ) -> list[torch.Tensor]:
         """One decode step of the requests in `rows` (0: a padded row), through all layers.
 
         Args:
             rows: rows of the request pool.
             tokens: for each layer the inputs of each row behind the convolution, see `draw`.
+            tracked: which rows the prefix cache keeps, where the scheduler's batch has said it.
             **batch: further attributes of the batch.
 
         Returns:
@@ -174,6 +182,10 @@ class Engine:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         forward_batch = make_batch(ForwardMode.DECODE, rows, **batch)
+        if tracked is not None:
+            forward_batch = hooks.keep_tracked_rows(
+                lambda *args: forward_batch, None, SimpleNamespace(mamba_track_mask_cpu=tracked), None
+            )
 
         def run() -> list[torch.Tensor]:
             self.backend.init_forward_metadata(forward_batch)

@@ -30,7 +30,9 @@ def test_decode_is_the_recurrence(rule: str, lower_bound: float | None, tmp_path
     slots = [3, 5, 2]
     rows = [1, 2, 3]
     engine.slots.req_index_to_mamba_index_mapping[rows] = torch.tensor(slots, dtype=torch.int32)
-    expected = [[torch.zeros(engine.states.shape[2:], dtype=torch.double) for _ in rows] for _ in range(LAYERS)]
+    expected = [
+        [torch.zeros(engine.states.shape[2:], dtype=torch.double) for _ in rows] for _ in range(LAYERS)
+    ]
     for _ in range(3 * WINDOW):
         tokens = engine.draw(4, generator)
         outputs = engine.decode([*rows, 0], tokens)

@@ -1,0 +1,293 @@
+"""Discovery, options and refusals: what SGLang's own processes see."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from replayssm.adapters.sglang import hooks, patch_points, plugin, resolution, settings
+from replayssm.adapters.sglang.patch_points import EVERYWHERE, RELIED_ON, SCHEDULER, Incompatible, PatchPoint
+from replayssm.core.config import ConfigError
+from tests.adapters.sglang.engine import RULES, Engine, server_args, write_model
+
+# A process of SGLang: plugins are loaded, then arguments parsed and resolved. Prints what came of it.
+PROCESS = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import argparse
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+args = ServerArgs.from_cli_args(parser.parse_args(sys.argv[1:]))
+args.resolve_once()
+resolved = args.resolved_dict()
+print("RESULT", json.dumps([resolved.get("replayssm"), resolved["enable_linear_replayssm"]]))
+"""
+# SGLang's CPU platform has neither an extra buffer nor overlap.
+CPU = ("--device", "cpu", "--load-format", "dummy", "--skip-tokenizer-init", "--disable-overlap-schedule",
+       "--mamba-radix-cache-strategy", "no_buffer")  # fmt: skip
+
+
+def process(model: Path, *arguments: str, **environment: str) -> tuple[Any, str]:
+    """What a fresh process printed as its result, and everything that it wrote."""
+    result = subprocess.run(
+        [sys.executable, "-c", PROCESS, "--model-path", str(model), *CPU, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(lines[0].removeprefix("RESULT ")) if lines else None, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("gdn", tmp_path_factory.mktemp("model"))
+
+
+def test_options_in_a_fresh_process(model: Path) -> None:
+    found, text = process(
+        model, "--enable-linear-replayssm", "--replayssm-window", "8", REPLAYSSM_BACKEND="torch"
+    )
+    assert found == [{"window": 8, "backend": "torch"}, False], text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "expected"),
+    [
+        ((), {}, [None, False]),
+        (("--enable-linear-replayssm",), {"REPLAYSSM_SGLANG": "off"}, [None, True]),
+        (("--enable-linear-replayssm",), {"SGLANG_PLUGINS": "another"}, [None, True]),
+    ],
+    ids=["no flag", "off switch", "other plugins"],
+)
+def test_sglang_alone(model: Path, arguments: tuple[str, ...], environment: Any, expected: Any) -> None:
+    found, text = process(model, *arguments, **environment)
+    assert found == expected, text
+
+
+def test_a_refusal_ends_the_process(model: Path) -> None:
+    found, text = process(model, "--enable-linear-replayssm-spec", "--speculative-algorithm", "NEXTN")
+    assert found is None
+    assert "ValueError: replayssm does not serve speculation with SGLang yet" in text
+
+
+def resolved(model: Path, **options: Any) -> Any:
+    args = server_args(model, **options)
+    args.resolve_once()
+    return args
+
+
+def test_settings_survive_the_way_to_another_process(model: Path) -> None:
+    args = resolved(model, enable_linear_replayssm=True, linear_replayssm_cache_len=5)
+    there = pickle.loads(pickle.dumps(args))
+    assert getattr(there, settings.SETTINGS) == settings.Settings(5, "auto", None)
+
+
+def test_precision_decides_sglangs_states(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")  # SGLang sets it; undone after the test
+    monkeypatch.setenv("REPLAYSSM_PRECISION", "bf16")
+    engine = Engine.start("gdn", model, enable_linear_replayssm=True)
+    assert engine.args.resolved_dict()["mamba_ssm_dtype"] == "bfloat16"
+    assert engine.states.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_linear_replayssm_spec": True}, "does not serve speculation with SGLang yet"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm can't be used together"),
+        ({"enable_unified_memory": True}, "slots of states move"),
+        ({"enable_pdmux": True}, "no moment at which rings can be emptied"),
+        ({"linear_attn_decode_backend": "cutedsl"}, "expected --linear-attn-decode-backend triton"),
+        ({"linear_replayssm_cache_len": 0}, "window L must be at least 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refusals(model: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolved(model, **{"enable_linear_replayssm": True, **options})
+
+
+@pytest.mark.parametrize("field", [field for field, _, _ in resolution._REFUSED])
+def test_every_refusal_says_why(field: str) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    assert field in ServerArgs.__struct_fields__
+    with pytest.raises(ValueError, match=r"--enable-linear-replayssm and --.* can't be used together: "):
+        resolution.refuse(SimpleNamespace(**{field: True}, device="cuda"))
+
+
+def test_another_kind_of_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="kernels for cuda and cpu, got --device npu"):
+        resolution.refuse(SimpleNamespace(device="npu:0"))
+    resolution.refuse(SimpleNamespace(device="cuda:1"))
+
+
+def test_options_without_the_flag_are_refused(model: Path) -> None:
+    args = server_args(model)
+    setattr(args, settings.OPTIONS, settings.Options(window=8))
+    with pytest.raises(ValueError, match="--replayssm-window without --enable-linear-replayssm"):
+        args.resolve_once()
+
+
+def test_one_setting_given_twice() -> None:
+    with pytest.raises(ConfigError, match="--replayssm-window 8 and --linear-replayssm-cache-len 4"):
+        settings.settle(settings.Options(window=8), 4, None)
+    with pytest.raises(ConfigError, match="--mamba-ssm-dtype float32 and replayssm's precision bf16"):
+        settings.settle(settings.Options(precision="bf16"), 16, "float32")
+    assert settings.settle(settings.Options(window=8), 8, None).window == 8
+
+
+def test_options_of_the_command_line(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    file = tmp_path / "settings.yaml"
+    file.write_text("window: 12\nbackend: torch\n")
+    options = settings.read_options(parser.parse_args(["--replayssm-config", str(file)]))
+    assert settings.settle(options, 16, None) == settings.Settings(12, "torch", None)
+    assert settings.settle(options, 6, None) == settings.Settings(6, "torch", None)
+
+
+def test_the_off_switch_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLAYSSM_SGLANG", "maybe")
+    with pytest.raises(ConfigError, match="expected 'on' or 'off', got 'maybe'"):
+        plugin.register()
+
+
+# Patch points.
+
+
+def test_every_patch_point_fits_the_installed_sglang() -> None:
+    patch_points.check((*EVERYWHERE, *SCHEDULER, *RELIED_ON))
+
+
+def test_every_patch_point_has_its_hook() -> None:
+    wrapped = {point.hook for point in (*EVERYWHERE, *SCHEDULER)}
+    assert all(callable(getattr(hooks, name)) for name in wrapped)
+    assert len(wrapped) == len(EVERYWHERE) + len(SCHEDULER)
+    assert all(point.hook == "" for point in RELIED_ON)
+
+
+def test_another_signature_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    def get_cpu_copy(self: Any, slots: Any) -> None: ...
+
+    monkeypatch.setattr(MambaPool, "get_cpu_copy", get_cpu_copy)
+    with pytest.raises(
+        Incompatible, match=r"get_cpu_copy .*missing indices, found self, slots.*install that"
+    ):
+        resolved(model, enable_linear_replayssm=True)
+    assert resolved(model) is not None
+
+
+def test_a_function_that_is_gone_is_refused() -> None:
+    with pytest.raises(Incompatible, match=r"MambaPool\.gone: expected for a test, not found"):
+        patch_points.check([PatchPoint("sglang.srt.mem_cache.memory_pool.MambaPool.gone", (), "a test")])
+
+
+def test_a_patch_that_did_not_take_hold_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    stock = vars(ServerArgs)["resolved_dict"].__wrapped__
+    monkeypatch.setattr(ServerArgs, "resolved_dict", stock)
+    with pytest.raises(Incompatible, match=r"not patched: .*ServerArgs\.resolved_dict"):
+        resolved(model, enable_linear_replayssm=True)
+
+
+def test_a_scheduler_without_patches_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    Engine.start("gdn", model, enable_linear_replayssm=True)
+    monkeypatch.setattr(ModelRunner, "_forward_raw", vars(ModelRunner)["_forward_raw"].__wrapped__)
+    with pytest.raises(Incompatible, match=r"not patched: .*ModelRunner\._forward_raw"):
+        Engine.start("gdn", model, enable_linear_replayssm=True)
+
+
+def test_a_sglang_without_plugin_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.resolution_hooks", None)
+    monkeypatch.setattr(sys, "argv", ["sglang", "--model-path", "m"])
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert "replayssm needs the plugin interface" in caplog.text
+    monkeypatch.setattr(sys, "argv", ["sglang", "--enable-linear-replayssm"])
+    with pytest.raises(SystemExit, match="install that version"):
+        plugin.register()
+
+
+# With and without the flag.
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_without_the_flag_pools_are_sglangs_own(rule: str, tmp_path: Path) -> None:
+    engine = Engine.start(rule, write_model(rule, tmp_path))
+    pool = engine.slots.mamba_pool
+    assert not hasattr(pool, "_replayssm")
+    assert list(pool._slot_siblings) == []
+    assert hooks._layer_of(engine.states[0]) is None
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rings_are_in_the_budget(rule: str, tmp_path: Path) -> None:
+    """L26: SGLang's own account of its pool, and its share of memory for slots, have the rings."""
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+
+    engine = Engine.start(rule, write_model(rule, tmp_path), enable_linear_replayssm=True)
+    pool = engine.slots.mamba_pool._replayssm
+    configurator = SimpleNamespace(
+        is_draft_worker=False,
+        server_args=engine.args,
+        mambaish_config=mambaish_config(engine.runner.model_config),
+        hybrid_gdn_config=hybrid_gdn_config(engine.runner.model_config),
+        model_dtype=engine.runner.dtype,
+        extra_mamba_cache_bytes_per_req=7,
+    )
+    seen = []
+
+    def original(self: Any, memory: float) -> float:
+        seen.append(self.extra_mamba_cache_bytes_per_req)
+        return memory
+
+    assert hooks.budget_rings(original, configurator, 1.5) == 1.5
+    rings = sum(tensor.nbytes for tensor in pool.stacked.values())
+    assert seen == [7 + rings // engine.states.shape[1]]
+    assert configurator.extra_mamba_cache_bytes_per_req == 7
+
+
+def test_the_line_in_the_log(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="replayssm"):
+        Engine.start("gdn", model, enable_linear_replayssm=True, linear_replayssm_cache_len=6)
+    (line,) = (line for line in caplog.messages if "layers of SGLang" in line)
+    assert line.startswith(
+        "replayssm: 2 gdn layers of SGLang 0.5.23; torch_backend; window 6, no drafts; state"
+    )
+
+
+def test_a_model_without_recurrent_layers_is_refused() -> None:
+    args = SimpleNamespace(**{settings.SETTINGS: settings.Settings(16, "auto", None)})
+    runner = SimpleNamespace(is_draft_worker=False, server_args=args, req_to_token_pool=SimpleNamespace())
+    with pytest.raises(Incompatible, match="expected a model with Gated DeltaNet"):
+        hooks.require_rings(lambda *given: object(), runner, None)
+
+
+def test_the_step_that_is_wrapped_exists() -> None:
+    from sglang.srt.arg_groups import pipeline, resolution_hooks
+
+    assert resolution.STEP in resolution_hooks._OVERRIDABLE_HOOKS
+    assert resolution.STEP in Path(pipeline.__file__).read_text()
