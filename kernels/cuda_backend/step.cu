@@ -29,7 +29,7 @@ constexpr int COLUMNS =
 constexpr int PAIRS = DELTA ? TILES : 1;        // 16-row operands made of column tiles
 constexpr int LR = 8 * RECORDS;
 constexpr int X_TERMS = KDA ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
-constexpr bool NEAREST = KDA;  // second terms are rounded, for states: KDA's keys have two terms, too
+constexpr bool NEAREST = DELTA;  // second terms are rounded where `u` comes of them, which states keep
 
 // Shared memory, in bytes: stages, each of a unit's checkpoint, its values of the ring's records and of the
 // tokens; then what the units share.
@@ -917,7 +917,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     const float one_beta = shuffle(beta, 0);
     const float answer = own * (DELTA ? column_norm[0] * column_norm[COLUMNS - 1] : shuffle(gate, 0)) + skip;
 #else
-    // tokens upon tokens: the inverse of the triangular system, and what outputs take of its right side,
+    // tokens upon tokens: the triangular system's inverse less the identity, since tensor cores cut sums off,
+    // and what outputs take of its right side,
     // as operands: [token 8 s + g][token 8 j + 2c + n]
     float solve_b[TILES][TILES][2], reply_b[TILES][TILES][2], token_beta[TILES][2];
     float* const solve = (float*)(shared_memory + AT_SOLVE);
@@ -930,7 +931,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         const float y = pair_d[0][0][0];
 #endif
         const float answer = y * first_key_norm * (DELTA ? column_norm[0] : 1.f);
-        solve_b[0][0][0] = SHARED_TILE ? (lane == 0 ? 1.f : lane == 16 ? answer : 0.f) : 0.f;
+        solve_b[0][0][0] = SHARED_TILE && lane == 16 ? answer : 0.f;
         reply_b[0][0][0] = lane == 0 ? answer : 0.f;
         solve_b[0][0][1] = reply_b[0][0][1] = 0.f;
     } else {
@@ -1010,7 +1011,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             if (lane < TOKENS)
 #pragma unroll
                 for (int s = 0; s < TOKENS; s++)
-                    solve[s * TOKENS + lane] = inverse[s], reply[s * TOKENS + lane] = answer[s];
+                    solve[s * TOKENS + lane] = s == lane ? 0.f : inverse[s],
+                                       reply[s * TOKENS + lane] = answer[s];
             warp_sync();
         }
 #pragma unroll
@@ -1143,17 +1145,19 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
-            for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * total, acc_low[i][e] = 0.f;
+            for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * total;
+            float recent[4] = {0, 0, 0, 0}, recent_low[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
-                product<PAST_TERMS, 2, NEAREST>(acc[i], acc_low[i], past_h[r], past_l[r], ring_b[i][r]);
+                product<PAST_TERMS, 2, NEAREST>(recent, recent_low, past_h[r], past_l[r], ring_b[i][r]);
 #pragma unroll
-            for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * column_factor[i][e & 1];
+            for (int e = 0; e < 4; e++)
+                acc[i][e] = (acc[i][e] + (recent[e] + recent_low[e])) * column_factor[i][e & 1];
         }
 
         // the tokens upon each other
         u32 fresh[TILES][2];
-        float value[TILES][2][2], h[TILES][4], l[TILES][4];
+        float value[TILES][2][2], right[TILES][4], h[TILES][4], l[TILES][4];
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
 #pragma unroll
@@ -1162,7 +1166,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 fresh[t][n] = token_values(tile_at, s < TOKENS ? s : 0, g);
                 widen(fresh[t][n], value[t][n]);
             }
-            float y[4];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
+            float (&y)[4] = right[t];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 y[e] = value[t][e >> 1][e & 1];
@@ -1176,17 +1180,18 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             constexpr bool JOINT = SHARED_TILE || !DELTA;  // outputs lie in the columns of the tokens' tile
             float o[4], o_low[4], u[4], u_low[4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                o[e] = SHARED_TILE && c < 2 ? 0.f : acc[JOINT ? t : TILES + t][e];
-                u[e] = o_low[e] = u_low[e] = 0.f;
-            }
+            for (int e = 0; e < 4; e++) o[e] = u[e] = o_low[e] = u_low[e] = 0.f;
 #pragma unroll
             for (int j = 0; j <= t; j++) {
                 product<2, 2, NEAREST>(o, o_low, h[j], l[j], SHARED_TILE ? solve_b[t][j] : reply_b[t][j]);
                 if (DELTA && !SHARED_TILE) product<2, 2, NEAREST>(u, u_low, h[j], l[j], solve_b[t][j]);
             }
 #pragma unroll
-            for (int e = 0; e < 4; e++) o[e] += o_low[e], u[e] += u_low[e];
+            for (int e = 0; e < 4; e++) {
+                const float own = right[t][2 * (e & 1) + (e >> 1)];
+                o[e] = (SHARED_TILE && c < 2 ? own : acc[JOINT ? t : TILES + t][e]) + (o[e] + o_low[e]);
+                u[e] = own + (u[e] + u_low[e]);
+            }
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int s = 8 * t + 2 * c + n;
