@@ -23,14 +23,12 @@ class RingField:
         heads: HV for what belongs to a value head, H (groups) for what belongs to a key head.
         dim: values per record and head; `None` for a scalar.
         dtype: storage dtype.
-        read_every_step: whether a step that does not flush reads it; the others are read by flushes.
     """
 
     name: str
     heads: int
     dim: int | None
     dtype: torch.dtype
-    read_every_step: bool = True
 
     def shape(self, slots: int, rows: int) -> tuple[int, ...]:
         """`[slots, heads, rows]`, with `dim` behind where the field has one."""
@@ -53,7 +51,8 @@ class RingLayout:
         max_draft: T_max, the most tokens (tree nodes) one step may bring for a sequence.
         max_path: the most tokens one step may accept; `None` means `max_draft`, as for chains.
         activation_dtype: dtype of the recorded activations. Inputs are recorded in the dtype they
-            arrive in, so recording them loses nothing; gates and log-decays are always fp32.
+            arrive in, so recording them loses nothing; gates, log-decays and the delta rules' `u` are
+            always fp32.
     """
 
     geometry: LayerGeometry
@@ -74,9 +73,11 @@ class RingLayout:
     def fields(self) -> tuple[RingField, ...]:
         """The ring's tensors, in the order of the step function's arguments.
 
-        Mamba-2 records `(x, B, dt)`. The delta rules record `u`, the key and the log-decay for the
-        steps' outputs, and the raw value and beta for the exact flush. Keys are recorded as they
-        arrive, before normalisation.
+        Mamba-2 records `(x, B, dt)`. The delta rules record `u`, the key and the log-decay. `u` is
+        kept in fp32 as the step computed it, so outputs and flushes take it with no error of its own;
+        the raw value and beta would be needed only beside a read copy of lower precision than the
+        recurrence copy, since a `u` computed from it is not exact. Keys are recorded as they arrive,
+        before normalisation.
         """
         g, act, f32 = self.geometry, self.activation_dtype, torch.float32
         if g.rule is Rule.MAMBA2:
@@ -87,22 +88,15 @@ class RingLayout:
             )
         decay = g.key_dim if g.rule is Rule.KDA else None
         return (
-            RingField("u_cache", g.value_heads, g.value_dim, act),
+            RingField("u_cache", g.value_heads, g.value_dim, f32),
             RingField("k_cache", g.key_heads, g.key_dim, act),
             RingField("g_cache", g.value_heads, decay, f32),
-            RingField("v_cache", g.value_heads, g.value_dim, act, read_every_step=False),
-            RingField("beta_cache", g.value_heads, None, f32, read_every_step=False),
         )
 
     @property
     def record_bytes(self) -> int:
-        """Bytes that one token leaves in the ring."""
+        """Bytes that one token leaves in the ring; a step reads them for every live record."""
         return sum(field.record_bytes for field in self.fields)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of one record that a step without a flush reads."""
-        return sum(field.record_bytes for field in self.fields if field.read_every_step)
 
     @property
     def bytes_per_slot(self) -> int:

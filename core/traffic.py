@@ -92,13 +92,11 @@ class FlushCycle:
 
     Attributes:
         flush_share: share of steps that flush.
-        replayed: records read by a step that does not flush, averaged over all steps.
-        folded: records read by a flush, averaged over all steps.
+        records: records that a step reads, be it one that flushes or not.
     """
 
     flush_share: float
-    replayed: float
-    folded: float
+    records: float
 
 
 def flush_cycle(window: int, draft: int = 1, accepted: float | None = None) -> FlushCycle:
@@ -126,10 +124,7 @@ def flush_cycle(window: int, draft: int = 1, accepted: float | None = None) -> F
             if count:
                 visits[history + count] += visits[history] * chance
     steps = sum(visits)
-    flushing = [must_flush(history, draft, window) for history in range(window + 1)]
-    rows = [history * visit / steps for history, visit in enumerate(visits)]
-    folded = sum(row for row, flush in zip(rows, flushing, strict=True) if flush)
-    return FlushCycle(1 / steps, sum(rows) - folded, folded)
+    return FlushCycle(1 / steps, sum(history * visit / steps for history, visit in enumerate(visits)))
 
 
 def conventional(
@@ -160,7 +155,7 @@ def replay(
 ) -> StepTraffic:
     """One layer's step with replay: the state is read once and written by flushes only.
 
-    Only live records are read: by a step without a flush the fields that it needs, by a flush all.
+    Only live records are read, whether a step flushes or not.
 
     Args:
         layout: the ring.
@@ -174,13 +169,12 @@ def replay(
         raise ValueError(f"draft must be at most the ring's max_draft={layout.max_draft}, got {draft}")
     cycle = flush_cycle(layout.window, draft, accepted)
     state = state_bytes(layout.geometry, precision)
-    sizes = {f: _record_bytes(f, layout.geometry, accounting) for f in layout.fields}
-    each, every = sum(n for f, n in sizes.items() if f.read_every_step), sum(sizes.values())
+    record = sum(_record_bytes(field, layout.geometry, accounting) for field in layout.fields)
     io = token_bytes(layout.geometry, layout.activation_dtype)
     return StepTraffic(
         state_read=state,
         state_write=cycle.flush_share * state,
-        ring_read=cycle.replayed * each + cycle.folded * every,
+        ring_read=cycle.records * record,
         ring_write=draft * layout.record_bytes if accounting.record_write else 0,
         token_io=draft * io if accounting.token_io else 0,
     )

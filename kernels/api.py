@@ -128,8 +128,6 @@ def gdn_step(
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    beta_cache: torch.Tensor,
     ring_start: torch.Tensor,
     hist_len: torch.Tensor,
     q: torch.Tensor,
@@ -151,16 +149,14 @@ def gdn_step(
 ) -> torch.Tensor:
     """One decode or verification step of a Gated DeltaNet layer.
 
-    As `mamba2_step`: outputs, records, and the exact fold of the rows that must flush; the fold solves
-    for `u` again from the raw records, so the precision of `u_cache` never reaches the state.
+    As `mamba2_step`: outputs, records, and the exact fold of the rows that must flush; both take history's
+    `u` from the ring, in fp32 as it was computed.
 
     Args:
         state: `[slots, HV, V, K]` fp32, bf16 or fp16; mutated. Slot stride free.
-        u_cache: `[rings, HV, R, V]`, recorded `u`; mutated.
+        u_cache: `[rings, HV, R, V]` fp32, recorded `u`, whatever dtype the inputs have; mutated.
         k_cache: `[rings, H, R, K]`, recorded keys before normalisation; mutated.
         g_cache: `[rings, HV, R]` fp32, recorded log-decays; mutated.
-        v_cache: `[rings, HV, R, V]`, recorded values; mutated.
-        beta_cache: `[rings, HV, R]` fp32, recorded beta; mutated.
         ring_start: `[rings]` int32.
         hist_len: `[rings]` int32.
         q: `[B, T, H, K]`, or `[1, total, H, K]` with `index.cu_seqlens`; fp32, bf16 or fp16.
@@ -189,19 +185,19 @@ def gdn_step(
         BackendUnavailable: the backend named cannot run here or does not serve such a step.
     """
     _check_delta(
-        state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
+        state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, window, index, rand_seed, per_channel=False,
     )  # fmt: skip
     expect("dt_bias", dt_bias, (state.shape[1],))
     call = _delta_call(
         Rule.GDN, state, k_cache, q, k, v, out, index, window, A_log is not None, False,
         use_qk_l2norm,
-        _dense(state, (u_cache, k_cache, v_cache), (g_cache, beta_cache), out, index, ring_start, hist_len,
+        _dense(state, (u_cache, k_cache), (g_cache,), out, index, ring_start, hist_len,
                A_log, dt_bias),
-        all(map(is_aligned, (state, u_cache, k_cache, v_cache, out))), rand_seed is not None,
+        all(map(is_aligned, (state, u_cache, k_cache, out))), rand_seed is not None,
     )  # fmt: skip
     return resolve(backend, q.device, call).gdn_step(
-        state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
+        state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, _scale(scale, state), use_qk_l2norm, window=window, index=index,
         rand_seed=rand_seed, layer=layer,
     )  # fmt: skip
@@ -213,8 +209,6 @@ def kda_step(
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    beta_cache: torch.Tensor,
     ring_start: torch.Tensor,
     hist_len: torch.Tensor,
     q: torch.Tensor,
@@ -241,11 +235,9 @@ def kda_step(
 
     Args:
         state: `[slots, HV, V, K]`; mutated.
-        u_cache: `[rings, HV, R, V]`; mutated.
+        u_cache: `[rings, HV, R, V]` fp32; mutated.
         k_cache: `[rings, H, R, K]`; mutated.
         g_cache: `[rings, HV, R, K]` fp32; mutated.
-        v_cache: `[rings, HV, R, V]`; mutated.
-        beta_cache: `[rings, HV, R]` fp32; mutated.
         ring_start: `[rings]` int32.
         hist_len: `[rings]` int32.
         q: `[B, T, H, K]`, or `[1, total, H, K]` with `index.cu_seqlens`.
@@ -275,7 +267,7 @@ def kda_step(
         BackendUnavailable: the backend named cannot run here or does not serve such a step.
     """
     _check_delta(
-        state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
+        state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, window, index, rand_seed, per_channel=True,
     )  # fmt: skip
     HV, _, K = state.shape[1:]
@@ -289,12 +281,12 @@ def kda_step(
     call = _delta_call(
         Rule.KDA, state, k_cache, q, k, v, out, index, window, A_log is not None, lower_bound is not None,
         use_qk_l2norm,
-        _dense(state, (u_cache, k_cache, g_cache, v_cache), (beta_cache,), out, index, ring_start, hist_len,
+        _dense(state, (u_cache, k_cache, g_cache), (), out, index, ring_start, hist_len,
                A_log, dt_bias),
-        all(map(is_aligned, (state, u_cache, k_cache, g_cache, v_cache, out))), rand_seed is not None,
+        all(map(is_aligned, (state, u_cache, k_cache, g_cache, out))), rand_seed is not None,
     )  # fmt: skip
     return resolve(backend, q.device, call).kda_step(
-        state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
+        state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, lower_bound, _scale(scale, state), use_qk_l2norm,
         window=window, index=index, rand_seed=rand_seed, layer=layer,
     )  # fmt: skip
@@ -531,8 +523,6 @@ def _check_delta(
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    beta_cache: torch.Tensor,
     ring_start: torch.Tensor,
     hist_len: torch.Tensor,
     q: torch.Tensor,
@@ -556,11 +546,9 @@ def _check_delta(
     rings, H, R = k_cache.shape[:3]
     check_heads(HV, H)
     lead, channel = q.shape[:2], (K,) if per_channel else ()
-    expect("u_cache", u_cache, (rings, HV, R, V))
+    expect("u_cache", u_cache, (rings, HV, R, V), torch.float32)
     expect("k_cache", k_cache, (rings, H, R, K), k.dtype)
     expect("g_cache", g_cache, (rings, HV, R, *channel), torch.float32)
-    expect("v_cache", v_cache, (rings, HV, R, V), v.dtype)
-    expect("beta_cache", beta_cache, (rings, HV, R), torch.float32)
     expect("q", q, (*lead, H, K))
     expect("k", k, (*lead, H, K))
     expect("v", v, (*lead, HV, V))

@@ -18,8 +18,8 @@ from replayssm.kernels.checks import is_dense
 
 FOLDED: dict[Rule, tuple[str, ...]] = {
     Rule.MAMBA2: ("x_cache", "B_cache", "dt_cache"),
-    Rule.GDN: ("k_cache", "g_cache", "v_cache", "beta_cache"),
-    Rule.KDA: ("k_cache", "g_cache", "v_cache", "beta_cache"),
+    Rule.GDN: ("u_cache", "k_cache", "g_cache"),
+    Rule.KDA: ("u_cache", "k_cache", "g_cache"),
 }
 """The ring tensors that a fold reads."""
 

@@ -8,7 +8,7 @@ where a row has no token, and the output before the call.
 Bounds are derived, not tuned. With unit roundoff `u`, a sum of `n` products errs by at most about `n u`
 times the sum of their magnitudes. Decays and `I - beta k k^T` are contractions of a state's rows, so an
 error made at one token does not grow: a state stored in a low format is off by at most one rounding for
-each flush, and a recorded `u` of a low format reaches outputs alone.
+each flush. What rings hold is as it came or in fp32, and costs nothing.
 """
 
 from __future__ import annotations
@@ -233,10 +233,7 @@ class Bound:
     def out(self) -> float:
         products = self.query * max(self.row_norm, self.value)
         act = self.layer.layout.activation_dtype
-        rounded = self.output
-        if self.layer.layout.geometry.rule != "mamba2":
-            rounded += self.query * self.layer.layout.window * (self.value + self.row_norm)  # recorded u
-        low = 0.0 if act is torch.float32 else unit_roundoff(act) * rounded
+        low = 0.0 if act is torch.float32 else unit_roundoff(act) * self.output
         return self._terms * EPS * products + self.query * self._stored + low
 
 

@@ -39,10 +39,9 @@ class Account:
         self, layout: RingLayout, state_bytes: int, rows: int, history: int, draft: int, flush: bool
     ) -> None:
         """One layer's part in a step: `rows` sequences with `history` records and `draft` tokens."""
-        read = state_bytes + history * layout.read_bytes
+        read = state_bytes + history * layout.record_bytes
         written = draft * layout.record_bytes
         if flush:
-            read += history * (layout.record_bytes - layout.read_bytes)
             written += state_bytes
         self.read += rows * read
         self.written += rows * written

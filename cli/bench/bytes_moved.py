@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from replayssm.cli.bench.cases import WINDOW, Case
+from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.histories import Histories
 from replayssm.cli.bench.inputs import ACTIVATIONS
 from replayssm.core import traffic
-from replayssm.core.policy import must_flush
 
 
 @dataclass(frozen=True)
@@ -36,14 +33,10 @@ def conventional(case: Case) -> Moved:
 def replay(case: Case, histories: Histories) -> Moved:
     """The state is read once and written by the rows that flush, after `histories`' own share of flushes.
 
-    Rows that flush read all of a record, the others what outputs need; dead records are not counted.
+    Every live record is read, by rows that flush and by the others; dead records are not counted.
     """
     layout = case.layout
-    lengths = histories.lengths
-    flushed = must_flush(lengths, case.tokens, WINDOW)
-    assert isinstance(flushed, torch.Tensor)
-    record = torch.where(flushed, layout.record_bytes, layout.read_bytes)
-    ring_read = (lengths.double() * record).mean().item()
+    ring_read = histories.lengths.double().mean().item() * layout.record_bytes
     state = traffic.state_bytes(case.layer, traffic.FP32)
     written_io, read_io = _token_io(case)
     ring_write = case.tokens * layout.record_bytes

@@ -33,7 +33,7 @@ class Ours(Contestant):
         self._cursors = Cursors(starts(lengths, layout.rows), lengths, setup.device)
         self._index = StepIndex(state_indices=setup.rows)
         # Log-decays are negative; everything else may have either sign.
-        ranges = {"g_cache": (-0.1, 0.0), "dt_cache": (0.0, 0.1), "beta_cache": (0.0, 1.0)}
+        ranges = {"g_cache": (-0.1, 0.0), "dt_cache": (0.0, 0.1)}
         self._rings = [
             {
                 field.name: setup.filled(

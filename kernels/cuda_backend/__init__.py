@@ -140,10 +140,9 @@ def _delta_step(
     share: Cut | None,
 ) -> torch.Tensor:
     """A step of either delta rule; `tensors` are those of the public functions, in their order."""
-    state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len = tensors[:8]
-    q, k, v, g, beta, out, A_log, dt_bias = tensors[8:]
-    rings = (("u", u_cache), ("k", k_cache), ("g", g_cache), ("v", v_cache), ("beta", beta_cache))
-    _rings(params, rings)
+    state, u_cache, k_cache, g_cache, ring_start, hist_len = tensors[:6]
+    q, k, v, g, beta, out, A_log, dt_bias = tensors[6:]
+    _rings(params, (("u", u_cache), ("k", k_cache), ("g", g_cache)))
     inputs = (("q", q, 2), ("k", k, 2), ("v", v, 2), ("g", g, g.dim() - 2), ("beta", beta, 1))
     return _step(
         rule, params, state, k_cache, ring_start, hist_len, inputs, out,

@@ -72,25 +72,24 @@ class Config:
     @property
     def programs(self) -> int:
         """Programs that a multiprocessor holds at a time: as many as keep their registers out of memory."""
-        most = 10 if self.rule is Rule.MAMBA2 else 8
+        most = 8 if self.rule is Rule.KDA else 10
         return min(SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED), most)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, as the source lays it out."""
-        kda, mamba, one = self.rule is Rule.KDA, self.rule is Rule.MAMBA2, self.tokens == 1
+        kda, one = self.rule is Rule.KDA, self.tokens == 1
         unit = UNIT * KEY_DIM * self.state_dtype.itemsize
         stages = 2 if self.units > 1 else 1
         matrix, ring = self.tokens**2, 8 * self.records
-        side = (ring + self.tokens) * UNIT * self.units * ACTIVATION_BYTES
+        record = ACTIVATION_BYTES if self.rule is Rule.MAMBA2 else 4
+        values = UNIT * (ring * record + self.tokens * ACTIVATION_BYTES)
         keys = 0 if kda else ring * KEY_DIM * ACTIVATION_BYTES
         sums = (matrix + 15) // 16 * 16 if kda and not one else 0
-        matrices = max(0 if one else 2 * matrix, 0 if mamba else ring**2)
-        shared = stages * unit + side + keys + 4 * (sums + matrices)
+        shared = stages * (unit + values) + keys + 4 * (sums + (0 if one else 2 * matrix))
         if kda:
-            rows = max(2 * self.tokens, ring)
             ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
-            shared += 8 * self.tokens * ring + 4 * KEY_DIM * (1 + rows + ring_keys)
+            shared += 8 * self.tokens * ring + 4 * KEY_DIM * (1 + 2 * self.tokens + ring_keys)
         return shared
 
 
@@ -99,12 +98,12 @@ class Params(ctypes.Structure):
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in (
-            "state", "u", "k", "g", "v", "beta", "ring_start", "hist_len", "q_in", "k_in", "v_in", "g_in",
+            "state", "u", "k", "g", "ring_start", "hist_len", "q_in", "k_in", "v_in", "g_in",
             "beta_in", "z_in", "out", "A", "D", "dt_bias", "state_indices", "ring_indices", "lens",
             "rand_seed",
         )]
         + [(name, ctypes.c_int64) for name in (
-            "s_state", "s_u", "h_u", "s_k", "h_k", "s_g", "h_g", "s_v", "h_v", "s_beta", "h_beta",
+            "s_state", "s_u", "h_u", "s_k", "h_k", "s_g", "h_g",
             "b_q", "t_q", "b_k", "t_k", "b_v", "t_v", "b_g", "t_g", "b_beta", "t_beta", "b_z", "t_z",
             "b_out", "t_out",
         )]

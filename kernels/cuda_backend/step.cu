@@ -1,13 +1,12 @@
 // One decode or verification step of a recurrent layer: Mamba-2, GDN or KDA. A program is one warp; it
 // serves UNITS units of 16 value rows of one head of one row.
 //
-// A unit's checkpoint comes by asynchronous copies, a unit ahead; the head's part of ring and tokens comes
-// once. One token
+// A unit's checkpoint and its part of ring and tokens come by asynchronous copies, a unit ahead. One token
 // meets the checkpoint on plain fp32 lanes; all queries and keys of several tokens meet it in tensor cores:
 // tf32 products of operands split in two terms, so about 22 bits of each factor count. What the units share
 // (scores against the ring and of tokens against each other, the inverse of the delta rule's triangular
-// system) is worked out once. A row that must flush solves for `u` again from the raw records and folds them
-// while the unit is still in shared memory.
+// system) is worked out once. A row that must flush folds its records, of a delta rule `u` in fp32, while the
+// unit is still in shared memory.
 //
 // Compile-time: RULE (0 Mamba-2, 1 GDN, 2 KDA), V, STATE (0 fp32, 1 bf16, 2 fp16), TOKENS (1, 4, 8
 // or 16, the most a row brings), RECORDS (8-record tiles of the window), UNITS, GROUP (value heads per
@@ -30,38 +29,36 @@ constexpr int COLUMNS =
 constexpr int PAIRS = DELTA ? TILES : 1;        // 16-row operands made of column tiles
 constexpr int LR = 8 * RECORDS;
 constexpr int X_TERMS = KDA ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
-constexpr bool NEAREST = KDA;  // second terms are rounded, for states: KDA's keys have two terms, too
+constexpr bool NEAREST = DELTA;  // second terms are rounded where `u` comes of them, which states keep
 
-// Shared memory, in bytes: stages of a unit's checkpoint, then rows of ring and tokens, then what the units
-// share.
+// Shared memory, in bytes: stages, each of a unit's checkpoint, its values of the ring's records and of the
+// tokens; then what the units share.
+constexpr bool EVEN = V % FULL == 0;
 constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
-constexpr bool EVEN = V % FULL == 0, DIRECT = ONE && UNITS == 1;  // results straight from registers
-constexpr int SIDE_ROW = FULL * ACT_BYTES, SIDE_BYTES = (LR + TOKENS) * SIDE_ROW;
+constexpr int U_BYTES = DELTA ? 4 : 2;  // of a record's value: u in fp32, x of Mamba-2 in bf16
+constexpr int AT_U = UNIT_BYTES, AT_VALUES = AT_U + 16 * LR * U_BYTES;
+constexpr int STAGE_BYTES = AT_VALUES + 16 * TOKENS * ACT_BYTES;
 constexpr int MATRIX = TOKENS * TOKENS, SUMS = KDA && !ONE ? (MATRIX + 15) / 16 * 16 : 0;
-constexpr int AT_SIDE = STAGES * UNIT_BYTES;
-constexpr int AT_KEYS = AT_SIDE + SIDE_BYTES;  // of the history, for a flush
+constexpr int AT_KEYS = STAGES * STAGE_BYTES;  // of the history, for a flush
 constexpr int AT_SUMS = AT_KEYS + (KDA ? 0 : LR * K * ACT_BYTES);
 constexpr int AT_SOLVE = AT_SUMS + 4 * SUMS, AT_REPLY = AT_SOLVE + 4 * MATRIX;
-constexpr int AT_FOLD = AT_SOLVE;  // once the tokens' matrices are in registers
-constexpr int TOKEN_MATRICES = ONE ? 0 : 8 * MATRIX, FOLD_MATRIX = DELTA ? 4 * LR * LR : 0;
-constexpr int AT_SCORES = AT_SOLVE + (TOKEN_MATRICES > FOLD_MATRIX ? TOKEN_MATRICES : FOLD_MATRIX);
+constexpr int AT_SCORES = AT_SOLVE + (ONE ? 0 : 8 * MATRIX);
 constexpr int AT_TOTAL = AT_SCORES + (KDA ? 8 * TOKENS * LR : 0);
 constexpr int AT_DRAFT = AT_TOTAL + (KDA ? 4 * K : 0);
-constexpr int DRAFT_ROWS = 2 * TOKENS > LR ? 2 * TOKENS : LR;
 constexpr bool RING_IN_STAGE = STAGES == 2 && UNIT_BYTES >= 4 * LR * K;  // KDA: a flush's second stage
-constexpr int AT_END = AT_DRAFT + (KDA ? 4 * DRAFT_ROWS * K : 0);
-constexpr int AT_RING = RING_IN_STAGE ? UNIT_BYTES : AT_END;
+constexpr int AT_END = AT_DRAFT + (KDA ? 8 * TOKENS * K : 0);
+constexpr int AT_RING = RING_IN_STAGE ? STAGE_BYTES : AT_END;
 constexpr int SHARED_BYTES = AT_END + (KDA && !RING_IN_STAGE ? 4 * LR * K : 0);
 
 struct Params {
-    void *state, *u, *k, *g, *v, *beta;  // u: x of Mamba-2, k: B, g: dt
+    void *state, *u, *k, *g;  // u: x of Mamba-2, k: B, g: dt
     const int *ring_start, *hist_len;
     const void *q_in, *k_in, *v_in, *g_in, *beta_in, *z_in;  // q: C, k: B, v: x, g: dt
     void* out;
     const void *A, *D, *dt_bias;  // A: A_log of a delta rule
     const void *state_indices, *ring_indices, *lens;
     const i64* rand_seed;
-    i64 s_state, s_u, h_u, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta;
+    i64 s_state, s_u, h_u, s_k, h_k, s_g, h_g;
     i64 b_q, t_q, b_k, t_k, b_v, t_v, b_g, t_g, b_beta, t_beta, b_z, t_z, b_out, t_out;
     int R, L, T, B, pad_slot, layer;
     int wide_state, wide_ring, wide_lens, varlen;      // int64 indices; lens are cu_seqlens
@@ -69,11 +66,6 @@ struct Params {
     int turns;                                         // rows take turns, see seat_in_turn; B <= 256
     int l2norm, softplus, bounded;
     float scale, bound;
-};
-
-template <bool X>
-struct Bool {
-    static constexpr bool value = X;
 };
 
 // ---- numbers ----
@@ -379,27 +371,22 @@ DEVICE void store_unit(const unsigned char* stage, char* to, int rows, int lane)
     }
 }
 
-// Rows of a head's values of the ring or of tokens lie in groups of 16 values, one for each unit, the groups
-// swizzled by row.
-constexpr int CHUNKS = UNITS * ACT_BYTES;  // of 16 bytes
-DEVICE int group_of(int row, int unit) { return UNITS % 4 == 0 ? unit ^ ((row >> 1) & 3) : unit; }
-DEVICE int chunk_at(int row, int chunk) {
-    return row * SIDE_ROW + 16 * (group_of(row, chunk / ACT_BYTES) * ACT_BYTES + chunk % ACT_BYTES);
+// Where 16 bytes of a unit's values of a row lie, of records or tokens; so that lanes read rows 2c, or 2c +
+// 1, without bank conflicts. Rows of 16 values are 64 bytes in fp32 and 32 in bf16.
+template <int BYTES>
+DEVICE int value_chunk(int row, int chunk) {
+    const int pair = row >> 1, four = row >> 2 & 1;
+    if (BYTES == 4) return pair * 128 + ((row ^ pair) & 1) * 64 + (chunk ^ 2 * four) * 16;
+    return (row >> 3) * 256 + four * 128 + (pair & 1) * 64 + ((row ^ four) & 1) * 32 + chunk * 16;
 }
-DEVICE bool has_chunk(int chunk, int values) { return EVEN || chunk * (16 / ACT_BYTES) < values; }
 
-template <int ROWS, typename From, typename Has>
-DEVICE void fetch_rows(unsigned char* side, int lane, int values, From from, Has has) {
-#pragma unroll
-    for (int i = 0; i < (ROWS * CHUNKS + 31) / 32; i++) {
-        const int at = 32 * i + lane, j = at / CHUNKS, chunk = at % CHUNKS;
-        if (ROWS * CHUNKS % 32 == 0 || j < ROWS)
-            copy_async(side + chunk_at(j, chunk), from(j) + 16 * chunk, has(j) && has_chunk(chunk, values));
-    }
+// This lane's two values of a row.
+DEVICE u32 token_values(const unsigned char* stage, int row, int g) {
+    return load2(stage + AT_VALUES + value_chunk<2>(row, g >> 2) + (g & 3) * 4);
 }
 
 // The history's keys, for a flush: rows are pairs of records, a word is both records' value of an element,
-// the first in the low half. Chunks are swizzled for both ways of reading them.
+// the first in the low half.
 DEVICE uint4& pair_chunk(u32* pairs, int row, int chunk) {
     return ((uint4*)pairs)[row * (K / 4) + (chunk ^ 2 * (row & 3))];
 }
@@ -419,37 +406,6 @@ DEVICE void keep_keys(u32* pairs, int tile, int g, int c, const Row& mine) {
         w.z = odd ? low_halves(z[1], y[1]) : low_halves(y[1], z[1]);
         w.w = odd ? high_halves(z[1], y[1]) : high_halves(y[1], z[1]);
         pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c + odd) = w;
-    }
-}
-
-// This lane's part of record 8 tile + g.
-DEVICE void kept_block(u32* pairs, int tile, int g, int c, int block, float (&x)[8]) {
-    const uint4 y = pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c),
-                z = pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c + 1);
-    const u32 w[8] = {y.x, y.y, y.z, y.w, z.x, z.y, z.z, z.w}, half = g & 1 ? 0x3244 : 0x1044;
-#pragma unroll
-    for (int e = 0; e < 8; e++) x[e] = real(permute(w[e], 0, half));
-}
-DEVICE Row kept_row(u32* pairs, int tile, int g, int c) {
-    const u32 half = g & 1 ? 0x7632 : 0x5410;
-    Row x;
-#pragma unroll
-    for (int block = 0; block < 4; block++) {
-        const uint4 y = pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c),
-                    z = pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c + 1);
-        x.block[block] = make_uint4(permute(y.x, y.y, half), permute(y.z, y.w, half), permute(z.x, z.y, half),
-                                    permute(z.z, z.w, half));
-    }
-    return x;
-}
-
-// Such rows to where `to(j)` says.
-template <typename To>
-DEVICE void copy_rows(const unsigned char* side, int lane, int rows, int values, To to) {
-    for (int at = lane; at < rows * CHUNKS; at += 32) {
-        const int j = at / CHUNKS, chunk = at % CHUNKS;
-        if (has_chunk(chunk, values))
-            *(uint4*)(to(j) + 16 * chunk) = *(const uint4*)(side + chunk_at(j, chunk));
     }
 }
 
@@ -573,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     auto issue_unit = [&](int unit, int stage) {
         int v = v_part + 16 * unit;
         if (unit < UNITS)
-            fetch_unit(shared_memory + stage * UNIT_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v,
+            fetch_unit(shared_memory + stage * STAGE_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v,
                        lane);
     };
     issue_unit(0, 0);
@@ -588,10 +544,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     const char* const v_row =
         (const char*)p.v_in + (batch * p.b_v + first * p.t_v + (i64)head * V) * ACT_BYTES;
     char* const k_ring = (char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
-    char* const u_ring = (char*)p.u + (ring * p.s_u + head * p.h_u) * ACT_BYTES;
-    char* const v_ring = (char*)p.v + (ring * p.s_v + head * p.h_v) * ACT_BYTES;
+    char* const u_ring = (char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES;
     float* const g_ring = (float*)p.g + ring * p.s_g + head * p.h_g;
-    float* const beta_ring = (float*)p.beta + ring * p.s_beta + head * p.h_beta;
     const bool owns_gates = part == 0, owns_keys = part == 0 && head % GROUP == 0;
     auto ring_row = [&](int j) {
         int row = start + j;
@@ -609,7 +563,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     const u32 raw_bias = KDA ? 0 : fetch_scalar(p.dt_bias, head, p.bias_type, true);
     const float skip = DELTA ? 0.f : scalar(fetch_scalar(p.D, head, p.D_type, true), p.D_type);
     const float old_gate = !KDA && is_record ? g_ring[ring_row(lane)] : 0.f;
-    const float old_beta = DELTA && flush && is_record ? beta_ring[ring_row(lane)] : 0.f;
 #if RULE != 2
     Row raw_x[COLUMNS];
 #pragma unroll
@@ -628,13 +581,27 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     for (int r = 0; r < RECORDS; r++)
         raw_keys[r] = load_row(k_ring + ring_row(8 * r + g) * (K * ACT_BYTES), 8 * r + g < hist, c);
 #endif
-    unsigned char* const side = shared_memory + AT_SIDE;
-    fetch_rows<LR>(
-        side, lane, V - v_part, [&](int j) { return u_ring + (ring_row(j) * V + v_part) * ACT_BYTES; },
-        [&](int j) { return j < hist; });
-    fetch_rows<TOKENS>(
-        side + LR * SIDE_ROW, lane, V - v_part,
-        [&](int t) { return v_row + (t * p.t_v + v_part) * ACT_BYTES; }, [&](int t) { return t < count; });
+    auto issue_values = [&](int unit, int stage) {
+        constexpr int CHUNKS = U_BYTES;
+        const int v = v_part + 16 * unit;
+        unsigned char* const to = shared_memory + stage * STAGE_BYTES;
+        if (unit >= UNITS) return;
+#pragma unroll
+        for (int i = 0; i < LR * CHUNKS / 32; i++) {
+            const int j = (32 * i + lane) / CHUNKS, chunk = lane % CHUNKS;
+            copy_async(to + AT_U + value_chunk<U_BYTES>(j, chunk),
+                       u_ring + (ring_row(j) * V + v) * U_BYTES + 16 * chunk,
+                       j < hist && (EVEN || v + chunk * (16 / U_BYTES) < V));
+        }
+        if (lane < 2 * TOKENS) {
+            const int t = lane / 2, chunk = lane % 2;
+            copy_async(to + AT_VALUES + value_chunk<2>(t, chunk),
+                       v_row + (t * p.t_v + v) * ACT_BYTES + 16 * chunk,
+                       t < count && (EVEN || v + 8 * chunk < V));
+        }
+    };
+    issue_values(0, 0);
+    if (STAGES > 1 && !single) issue_values(1, 1);
     u32* const kept_keys = (u32*)(shared_memory + AT_KEYS);
     copies_commit();
 
@@ -645,7 +612,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     float* const total_row = (float*)(shared_memory + AT_TOTAL);
     float* const draft_rows = (float*)(shared_memory + AT_DRAFT);
     float* const ring_keys = (float*)(shared_memory + AT_RING);
-    float* const fold = (float*)(shared_memory + AT_FOLD);
 #if RULE != 2
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
@@ -913,7 +879,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         if (DELTA) {
             beta = scalar(raw_beta, p.beta_type);
             if (p.A) beta = sigmoid(beta);
-            if (owns_gates) beta_ring[new_row] = beta;
         }
     }
 
@@ -952,18 +917,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     const float one_beta = shuffle(beta, 0);
     const float answer = own * (DELTA ? column_norm[0] * column_norm[COLUMNS - 1] : shuffle(gate, 0)) + skip;
 #else
-    // the ring's scores as operands, in terms
-    u32 ring_terms[COLUMNS][RECORDS / 2][3][2];
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i++)
-#pragma unroll
-        for (int r = 0; r < RECORDS; r++) {
-            u32 terms[3];
-            cut_terms(ring_b[i][r][0], ring_b[i][r][1], terms);
-#pragma unroll
-            for (int t = 0; t < 3; t++) ring_terms[i][r / 2][t][r % 2] = terms[t];
-        }
-    // tokens upon tokens: the inverse of the triangular system, and what outputs take of its right side,
+    // tokens upon tokens: the triangular system's inverse less the identity, since tensor cores cut sums off,
+    // and what outputs take of its right side,
     // as operands: [token 8 s + g][token 8 j + 2c + n]
     float solve_b[TILES][TILES][2], reply_b[TILES][TILES][2], token_beta[TILES][2];
     float* const solve = (float*)(shared_memory + AT_SOLVE);
@@ -976,7 +931,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         const float y = pair_d[0][0][0];
 #endif
         const float answer = y * first_key_norm * (DELTA ? column_norm[0] : 1.f);
-        solve_b[0][0][0] = SHARED_TILE ? (lane == 0 ? 1.f : lane == 16 ? answer : 0.f) : 0.f;
+        solve_b[0][0][0] = SHARED_TILE && lane == 16 ? answer : 0.f;
         reply_b[0][0][0] = lane == 0 ? answer : 0.f;
         solve_b[0][0][1] = reply_b[0][0][1] = 0.f;
     } else {
@@ -1056,7 +1011,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             if (lane < TOKENS)
 #pragma unroll
                 for (int s = 0; s < TOKENS; s++)
-                    solve[s * TOKENS + lane] = inverse[s], reply[s * TOKENS + lane] = answer[s];
+                    solve[s * TOKENS + lane] = s == lane ? 0.f : inverse[s],
+                                       reply[s * TOKENS + lane] = answer[s];
             warp_sync();
         }
 #pragma unroll
@@ -1083,206 +1039,71 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int n = 0; n < 2; n++) token_beta[t][n] = shuffle(beta, 8 * t + 2 * c + n);
 #endif
 
-    // the fold's triangular system, its inverse and its factors
-    float fold_factor[RECORDS][2], fold_beta[RECORDS][2];
-    if (DELTA && flush) {
-        warp_sync();
-        float raw_factor = record_norm;
-#if RULE == 2
-        // later[d] is the key of the record d before, decayed to the record at hand
-        float later[LR][4], w[4] = {1, 1, 1, 1};
-#pragma unroll
-        for (int d = 0; d < LR; d++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) later[d][e] = 0.f;
-#pragma unroll 2
-        for (int s = 0; s < LR; s++) {
-            float key[4], dots[16];
-            widen(load4(k_ring + (ring_row(s) * K + 4 * lane) * ACT_BYTES, s < hist), key);
-            float4 y = make_float4(0, 0, 0, 0);
-            if (s < hist) y = *(const float4*)(g_ring + ring_row(s) * K + 4 * lane);
-            const float decay[4] = {expf(y.x), expf(y.y), expf(y.z), expf(y.w)};
-#pragma unroll
-            for (int d = LR - 1; d > 0; d--) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) later[d][e] = later[d - 1][e] * decay[e];
-                dots[d] =
-                    later[d][0] * key[0] + later[d][1] * key[1] + later[d][2] * key[2] + later[d][3] * key[3];
-            }
-            dots[0] = 0.f;
-#pragma unroll
-            for (int e = 0; e < 4; e++) later[0][e] = key[e], w[e] *= decay[e];
-            chunk_of(draft_rows, s, lane) =
-                make_float4(key[0] * w[0], key[1] * w[1], key[2] * w[2], key[3] * w[3]);
-            const float z = scatter_sum(dots, lane);
-            if (lane < LR && lane <= s) fold[s * LR + s - lane] = z;
-        }
-#else
-#pragma unroll
-        for (int pair = 0; pair < RECORDS / 2; pair++) {
-            const Row low = kept_row(kept_keys, 2 * pair, g, c),
-                      high = kept_row(kept_keys, 2 * pair + 1, g, c);
-#pragma unroll
-            for (int r = 0; r <= 2 * pair + 1; r++) {
-                float d[4] = {0, 0, 0, 0};
-                gram(d, low, high, true, kept_row(kept_keys, r, g, c));
-#pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    fold[(16 * pair + g) * LR + 8 * r + 2 * c + n] = d[n];
-                    fold[(16 * pair + 8 + g) * LR + 8 * r + 2 * c + n] = d[2 + n];
-                }
-            }
-        }
-        raw_factor *= expf(sum_to(old_gate, lane));
-#endif
-        warp_sync();
-        float log_decay = 0.f;
-        for (int s = 0; s < LR; s++) {  // column `lane`
-            const float left = shuffle(old_beta * record_norm, s);
-            if (!KDA) {
-                const float gate_s = shuffle(old_gate, s);
-                if (s > lane) log_decay += gate_s;
-            }
-            if (lane < LR) {
-                const bool inside = s > lane && s < hist;
-                const float y = inside ? fold[s * LR + lane] : 0.f;
-                fold[s * LR + lane] = inside ? y * left * record_norm * (KDA ? 1.f : expf(log_decay)) : 0.f;
-            }
-        }
-        warp_sync();
-        float inverse[LR];
-#pragma unroll
-        for (int s = 0; s < LR; s++) {
-            float y = s == lane ? 1.f : 0.f;
-#pragma unroll
-            for (int i = 0; i < s; i++) y -= fold[s * LR + i] * inverse[i];
-            inverse[s] = y;
-        }
-        warp_sync();
-        if (lane < LR)
-#pragma unroll
-            for (int s = 0; s < LR; s++) fold[s * LR + lane] = inverse[s];
-        warp_sync();
-#pragma unroll
-        for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                fold_factor[r][n] = shuffle(raw_factor, 8 * r + 2 * c + n);
-                fold_beta[r][n] = shuffle(old_beta, 8 * r + 2 * c + n);
-            }
-    }
-
-    // a unit's raw values of the history, which a fold needs besides, come a unit ahead too
-    struct Raw {
-        u32 of[RECORDS][2];
+    // this lane's two values of a new record: u of a delta rule, the token's own of Mamba-2
+    auto keep_record = [&](int row, int v, float first_u, float second_u, u32 raw) {
+        char* const to = u_ring + (row * V + v) * U_BYTES;
+        if (DELTA) *(float2*)to = make_float2(first_u, second_u);
+        else store2(to, raw);
     };
-    auto fetch_raw = [&](int unit) {
-        const int v = v_part + 16 * unit + 2 * g;
-        Raw x;
-#pragma unroll
-        for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-            for (int n = 0; n < 2; n++) {
-                const int j = 8 * r + 2 * c + n;
-                const bool inside = unit < UNITS && (EVEN || v < V) && j < hist;
-                x.of[r][n] = inside ? load2(v_ring + (ring_row(j) * V + v) * ACT_BYTES) : 0;
-            }
-        return x;
-    };
-    Raw coming;
-    if (DELTA && flush) coming = fetch_raw(0);
 
 #pragma unroll 1
     for (int unit = 0; unit < UNITS; unit++) {
         const int v = v_part + 16 * unit + 2 * g;
         const bool inside = EVEN || v < V;
         const int stage = single ? 0 : unit % STAGES;
-        unsigned char* const tile_at = shared_memory + stage * UNIT_BYTES;
-        auto side_at = [&](int row,
-                           int first_row = 0) {  // this lane's two values of a row of ring or tokens
-            return side + (first_row + row) * SIDE_ROW + (group_of(row, unit) * 16 + 2 * g) * ACT_BYTES;
-        };
+        unsigned char* const tile_at = shared_memory + stage * STAGE_BYTES;
         if (unit == 0 || single) copies_wait<0>();
         else copies_wait<STAGES - 1>();
         warp_sync();
-        if (unit == 0 && !DIRECT) {
-            copy_rows(side + LR * SIDE_ROW, lane, count, V - v_part, [&](int t) {
-                return (DELTA ? v_ring : u_ring) + (ring_row(hist + t) * V + v_part) * ACT_BYTES;
-            });
-            warp_sync();
-        }
 
-        const Raw kept = coming;
-        if (DELTA && flush) coming = fetch_raw(unit + 1);
-
-        // checkpoint times columns, and times the history's keys where it is folded
-        float acc[COLUMNS][4], acc_low[COLUMNS][4], rest[RECORDS][4], rest_low[RECORDS][4];
+        // checkpoint times columns
+        float acc[COLUMNS][4], acc_low[COLUMNS][4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
+        for (int e = 0; e < 4; e++)
 #pragma unroll
             for (int i = 0; i < COLUMNS; i++) acc[i][e] = acc_low[i][e] = 0.f;
 #pragma unroll
-            for (int r = 0; r < RECORDS; r++) rest[r][e] = rest_low[r][e] = 0.f;
-        }
-        auto meet = [&](auto with_history, int block) {
-            constexpr bool HISTORY = with_history.value;
-            float rows[2][8], keys[RECORDS][8];
+        for (int block = 0; block < 4; block++) {
+            float rows[2][8];
 #pragma unroll
             for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
-            if constexpr (HISTORY) {
+#if TOKENS == 1
 #pragma unroll
-                for (int r = 0; r < RECORDS; r++) {
-                    if constexpr (KDA) shared_row(draft_rows, 8 * r + g, c, block, keys[r]);
-                    else kept_block(kept_keys, r, g, c, block, keys[r]);
+            for (int e = 0; e < 8; e++)
+#pragma unroll
+                for (int i = 0; i < COLUMNS; i++) {
+                    acc[i][2 * (e & 1)] += rows[0][e] * x[i][block][e];
+                    acc[i][2 * (e & 1) + 1] += rows[1][e] * x[i][block][e];
+                }
+#else
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]};
+                float h[4], l[4];
+                split<S_TERMS, NEAREST>(y, h, l);
+#pragma unroll
+                for (int n = 0; n < COLUMNS; n++) {
+                    const float z[2] = {x[n][block][2 * i], x[n][block][2 * i + 1]};
+                    product<S_TERMS, X_TERMS, NEAREST>(acc[n], acc_low[n], h, l, z);
                 }
             }
-            if constexpr (ONE) {
-#pragma unroll
-                for (int e = 0; e < 8; e++)
-#pragma unroll
-                    for (int i = 0; i < COLUMNS; i++) {
-                        acc[i][2 * (e & 1)] += rows[0][e] * x[i][block][e];
-                        acc[i][2 * (e & 1) + 1] += rows[1][e] * x[i][block][e];
-                    }
-            }
-            if constexpr (HISTORY || !ONE) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1],
-                                        rows[1][2 * i + 1]};
-                    float h[4], l[4];
-                    split<S_TERMS, HISTORY && NEAREST>(y, h, l);
-                    if constexpr (!ONE) {
-#pragma unroll
-                        for (int n = 0; n < COLUMNS; n++) {
-                            const float z[2] = {x[n][block][2 * i], x[n][block][2 * i + 1]};
-                            product<S_TERMS, X_TERMS>(acc[n], acc_low[n], h, l, z);
-                        }
-                    }
-                    if constexpr (HISTORY) {
-#pragma unroll
-                        for (int r = 0; r < RECORDS; r++) {
-                            const float z[2] = {keys[r][2 * i], keys[r][2 * i + 1]};
-                            product<S_TERMS, X_TERMS, NEAREST>(rest[r], rest_low[r], h, l, z);
-                        }
-                    }
-                }
-            }
-        };
-        if (DELTA && flush) {
-#pragma unroll
-            for (int block = 0; block < 4; block++) meet(Bool<DELTA>(), block);
-        } else {
-#pragma unroll
-            for (int block = 0; block < 4; block++) meet(Bool<false>(), block);
+#endif
         }
 
         // the ring, and the columns' factors
-        u32 past[RECORDS][2];
+        float past[RECORDS][2][2];
 #pragma unroll
         for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-            for (int n = 0; n < 2; n++) past[r][n] = load2(side_at(8 * r + 2 * c + n));
+            for (int n = 0; n < 2; n++) {
+                const int row = 8 * r + 2 * c + n;
+#if RULE == 0
+                widen(load2(tile_at + AT_U + value_chunk<2>(row, g >> 2) + (g & 3) * 4), past[r][n]);
+#else
+                const float2 u = *(const float2*)(tile_at + AT_U + value_chunk<4>(row, g >> 1) + (g & 1) * 8);
+                past[r][n][0] = u.x, past[r][n][1] = u.y;
+#endif
+            }
 #if TOKENS == 1
         float y[COLUMNS][2];  // of rows 2g and 2g + 1
 #pragma unroll
@@ -1292,102 +1113,97 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 y[i][e] = (acc[i][e] + acc[i][2 + e]) * total;
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++)
-                    y[i][e] += (e ? second_of(past[r][0]) : first_of(past[r][0])) * ring_b[i][r][0] +
-                               (e ? second_of(past[r][1]) : first_of(past[r][1])) * ring_b[i][r][1];
+                    y[i][e] += past[r][0][e] * ring_b[i][r][0] + past[r][1][e] * ring_b[i][r][1];
                 y[i][e] += shuffle_xor(y[i][e], 1);
                 y[i][e] = (y[i][e] + shuffle_xor(y[i][e], 2)) * column_factor[i][0];
             }
-        const u32 fresh = load2(side_at(0, LR));
+        const u32 fresh = token_values(tile_at, 0, g);
         float value[2];
         widen(fresh, value);
         float u[2] = {value[0], value[1]};
         if (DELTA) u[0] = one_beta * (u[0] - y[0][0]), u[1] = one_beta * (u[1] - y[0][1]);
-        warp_sync();  // token and history are read, output and new record take their place
-        if (c == 0) {
+        if (c == 0 && inside) {
             float o[2] = {y[COLUMNS - 1][0] + answer * u[0], y[COLUMNS - 1][1] + answer * u[1]};
-            if (!DELTA && p.z_in && inside) {
+            if (!DELTA && p.z_in) {
                 float z[2];
                 widen(load2((const char*)p.z_in +
                             (batch * p.b_z + first * p.t_z + (i64)head * V + v) * ACT_BYTES),
                       z);
                 o[0] *= z[0] * sigmoid(z[0]), o[1] *= z[1] * sigmoid(z[1]);
             }
-            if (UNITS > 1) {
-                if (DELTA) store2(side_at(0), round2(u[0], u[1]));
-                store2(side_at(0, LR), round2(o[0], o[1]));
-            } else if (inside) {
-                const int at = (ring_row(hist) * V + v) * ACT_BYTES;
-                if (DELTA) store2(v_ring + at, fresh);
-                store2(u_ring + at, DELTA ? round2(u[0], u[1]) : fresh);
-                store2(out_row + v * ACT_BYTES, round2(o[0], o[1]));
-            }
+            keep_record(ring_row(hist), v, u[0], u[1], fresh);
+            store2(out_row + v * ACT_BYTES, round2(o[0], o[1]));
         }
 #else
+        constexpr int PAST_TERMS = DELTA ? 2 : 1;
+        float past_h[RECORDS][4], past_l[RECORDS][4];
+#pragma unroll
+        for (int r = 0; r < RECORDS; r++) {
+            const float y[4] = {past[r][0][0], past[r][0][1], past[r][1][0], past[r][1][1]};
+            split<PAST_TERMS, NEAREST>(y, past_h[r], past_l[r]);
+        }
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
-            for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * total, acc_low[i][e] = 0.f;
+            for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * total;
+            float recent[4] = {0, 0, 0, 0}, recent_low[4] = {0, 0, 0, 0};
 #pragma unroll
-            for (int r = 0; r < RECORDS; r += 2) {
-                const u32 y[4] = {low_halves(past[r][0], past[r][1]), high_halves(past[r][0], past[r][1]),
-                                  low_halves(past[r + 1][0], past[r + 1][1]),
-                                  high_halves(past[r + 1][0], past[r + 1][1])};
-                mma_bf16(acc_low[i], y, ring_terms[i][r / 2][2]);
-                mma_bf16(acc_low[i], y, ring_terms[i][r / 2][1]);
-                mma_bf16(acc[i], y, ring_terms[i][r / 2][0]);
-            }
+            for (int r = 0; r < RECORDS; r++)
+                product<PAST_TERMS, 2, NEAREST>(recent, recent_low, past_h[r], past_l[r], ring_b[i][r]);
 #pragma unroll
-            for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * column_factor[i][e & 1];
+            for (int e = 0; e < 4; e++)
+                acc[i][e] = (acc[i][e] + (recent[e] + recent_low[e])) * column_factor[i][e & 1];
         }
 
         // the tokens upon each other
         u32 fresh[TILES][2];
-        float value[TILES][2][2], h[TILES][4], l[TILES][4];
+        float value[TILES][2][2], right[TILES][4], h[TILES][4], l[TILES][4];
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int s = 8 * t + 2 * c + n;
-                fresh[t][n] = load2(side_at(s < TOKENS ? s : 0, LR));
+                fresh[t][n] = token_values(tile_at, s < TOKENS ? s : 0, g);
                 widen(fresh[t][n], value[t][n]);
             }
-            float y[4];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
+            float (&y)[4] = right[t];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 y[e] = value[t][e >> 1][e & 1];
                 if (DELTA) y[e] = token_beta[t][e >> 1] * (y[e] - acc[t][2 * (e & 1) + (e >> 1)]);
                 if (TOKENS == 4 && c >= 2) y[e] = 0.f;
             }
-            split<2, false>(y, h[t], l[t]);
+            split<2, NEAREST>(y, h[t], l[t]);
         }
-        warp_sync();  // tokens and history are read, outputs and new records take their place
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
             constexpr bool JOINT = SHARED_TILE || !DELTA;  // outputs lie in the columns of the tokens' tile
             float o[4], o_low[4], u[4], u_low[4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                o[e] = SHARED_TILE && c < 2 ? 0.f : acc[JOINT ? t : TILES + t][e];
-                u[e] = o_low[e] = u_low[e] = 0.f;
-            }
+            for (int e = 0; e < 4; e++) o[e] = u[e] = o_low[e] = u_low[e] = 0.f;
 #pragma unroll
             for (int j = 0; j <= t; j++) {
-                product<2, 2>(o, o_low, h[j], l[j], SHARED_TILE ? solve_b[t][j] : reply_b[t][j]);
-                if (DELTA && !SHARED_TILE) product<2, 2>(u, u_low, h[j], l[j], solve_b[t][j]);
+                product<2, 2, NEAREST>(o, o_low, h[j], l[j], SHARED_TILE ? solve_b[t][j] : reply_b[t][j]);
+                if (DELTA && !SHARED_TILE) product<2, 2, NEAREST>(u, u_low, h[j], l[j], solve_b[t][j]);
             }
 #pragma unroll
-            for (int e = 0; e < 4; e++) o[e] += o_low[e], u[e] += u_low[e];
+            for (int e = 0; e < 4; e++) {
+                const float own = right[t][2 * (e & 1) + (e >> 1)];
+                o[e] = (SHARED_TILE && c < 2 ? own : acc[JOINT ? t : TILES + t][e]) + (o[e] + o_low[e]);
+                u[e] = own + (u[e] + u_low[e]);
+            }
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int s = 8 * t + 2 * c + n;
-                if (DELTA && keeps[t][n])
-                    store2(side_at(s), SHARED_TILE ? round2(o[n], o[2 + n]) : round2(u[n], u[2 + n]));
+                if (keeps[t][n] && inside)
+                    keep_record(ring_row(hist + s), v, SHARED_TILE ? o[n] : u[n],
+                                SHARED_TILE ? o[2 + n] : u[2 + n], fresh[t][n]);
                 const int query = SHARED_TILE ? s - 4 : s;
-                if (answers[t][n]) {
+                if (answers[t][n] && inside) {
                     float y[2] = {o[n], o[2 + n]};
                     if (!DELTA) {
                         y[0] += skip * value[t][n][0], y[1] += skip * value[t][n][1];
-                        if (p.z_in && keeps[t][n] && inside) {
+                        if (p.z_in && keeps[t][n]) {
                             const i64 at = batch * p.b_z + (first + s) * p.t_z + (i64)head * V + v;
                             float z[2];
                             widen(load2((const char*)p.z_in + at * ACT_BYTES), z);
@@ -1395,55 +1211,19 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         }
                     }
                     if (query >= count) y[0] = y[1] = 0.f;
-                    store2(side_at(query, LR), round2(y[0], y[1]));
+                    store2(out_row + (query * p.t_out + v) * ACT_BYTES, round2(y[0], y[1]));
                 }
             }
         }
 #endif
 
         if (flush) {
-            // u of the history from the raw records, with its weights in the fold
             float weighted[RECORDS][4];
-            if constexpr (DELTA) {
-                float rh[RECORDS][4], rl[RECORDS][4];
 #pragma unroll
-                for (int r = 0; r < RECORDS; r++) {
-                    float y[4];
+            for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        float raw[2];
-                        widen(kept.of[r][n], raw);
-#pragma unroll
-                        for (int e = 0; e < 2; e++)
-                            y[2 * n + e] =
-                                fold_beta[r][n] *
-                                (raw[e] - fold_factor[r][n] * (rest[r][2 * e + n] + rest_low[r][2 * e + n]));
-                    }
-                    split<2, NEAREST>(y, rh[r], rl[r]);
-                }
-#pragma unroll
-                for (int t = 0; t < RECORDS; t++) {
-                    float u[4] = {0, 0, 0, 0}, u_low[4] = {0, 0, 0, 0};
-#pragma unroll
-                    for (int r = 0; r <= t; r++) {
-                        const float* cell = fold + (8 * t + g) * LR + 8 * r + 2 * c;
-                        float z[2] = {cell[0], cell[1]};
-                        product<2, 2, NEAREST>(u, u_low, rh[r], rl[r], z);
-                    }
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        weighted[t][e] = (u[2 * (e & 1) + (e >> 1)] + u_low[2 * (e & 1) + (e >> 1)]) *
-                                         record_weight[t][e >> 1];
-                }
-            } else {
-#pragma unroll
-                for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-                    for (int n = 0; n < 2; n++) {
-                        weighted[r][2 * n] = first_of(past[r][n]) * record_weight[r][n];
-                        weighted[r][2 * n + 1] = second_of(past[r][n]) * record_weight[r][n];
-                    }
-            }
+                for (int e = 0; e < 4; e++)
+                    weighted[r][e] = past[r][e >> 1][e & 1] * record_weight[r][e >> 1];
 #if RULE == 2
             float fh[RECORDS][4], fl[RECORDS][4];
 #pragma unroll
@@ -1510,15 +1290,10 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         }
         warp_sync();
         if (STAGES > 1) {
-            issue_unit(unit + (single ? 1 : STAGES), stage);
+            const int next = unit + (single ? 1 : STAGES);
+            issue_unit(next, stage);
+            issue_values(next, stage);
             copies_commit();
         }
     }
-    if (DIRECT) return;
-    warp_sync();
-    copy_rows(side + LR * SIDE_ROW, lane, written, V - v_part,
-              [&](int t) { return out_row + (t * p.t_out + v_part) * ACT_BYTES; });
-    if (DELTA)
-        copy_rows(side, lane, count, V - v_part,
-                  [&](int t) { return u_ring + (ring_row(hist + t) * V + v_part) * ACT_BYTES; });
 }

@@ -64,8 +64,6 @@ def gdn_step(
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    beta_cache: torch.Tensor,
     ring_start: torch.Tensor,
     hist_len: torch.Tensor,
     q: torch.Tensor,
@@ -90,7 +88,7 @@ def gdn_step(
     if A_log is not None:
         g, beta = delta.gdn_gates(g, beta, A_log, dt_bias)
     return delta.step(
-        rows, state, u_cache, k_cache, g_cache, v_cache, beta_cache, q, k, v, g, beta, out, scale,
+        rows, state, u_cache, k_cache, g_cache, q, k, v, g, beta, out, scale,
         use_qk_l2norm, rand_seed, layer,
     )  # fmt: skip
 
@@ -100,8 +98,6 @@ def kda_step(
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    beta_cache: torch.Tensor,
     ring_start: torch.Tensor,
     hist_len: torch.Tensor,
     q: torch.Tensor,
@@ -127,7 +123,7 @@ def kda_step(
     if A_log is not None:
         g, beta = delta.kda_gates(g, beta, A_log, dt_bias, lower_bound)
     return delta.step(
-        rows, state, u_cache, k_cache, g_cache, v_cache, beta_cache, q, k, v, g, beta, out, scale,
+        rows, state, u_cache, k_cache, g_cache, q, k, v, g, beta, out, scale,
         use_qk_l2norm, rand_seed, layer,
     )  # fmt: skip
 
@@ -164,7 +160,7 @@ def materialize(
         else:
             keys = delta.keys(old["k_cache"], state.shape[1], use_qk_l2norm)
             g = delta.per_channel(old["g_cache"])
-            folded = delta.fold(S0, keys, old["v_cache"], g, old["beta_cache"])
+            folded = delta.fold(S0, keys, old["u_cache"], g)
         if rand_seed is not None:
             folded = round_states(folded, rand_seed, target, layer + number)
         write_rows(state, target, folded, live)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from replayssm.core.rows import any_row, write_rows, zero_where
 from replayssm.kernels.torch_backend.mathematics import (
-    between_sum,
     contract,
     decay,
     ieee_fp32,
@@ -58,8 +57,6 @@ def step(
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    beta_cache: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -96,38 +93,29 @@ def step(
         o = _read(S0, q_new, G) + _attend(q_new, k_old, weight_old, u_old)
         o = o + _attend(q_new, k_new, weight_new, u_new)
         if any_row(rows.flush):
-            v_old, beta_old = rows.recorded(v_cache), rows.recorded(beta_cache)
-            folded = fold(S0, k_old, v_old, g_old, beta_old)
+            folded = fold(S0, k_old, u_old, g_old)
             if rand_seed is not None:
                 folded = round_states(folded, rand_seed, rows.state, layer)
             write_rows(state, rows.state, folded, rows.flush)
     rows.record(u_cache, u_new)
     rows.record(k_cache, rows.raw(k))
     rows.record(g_cache, g)
-    rows.record(v_cache, rows.raw(v))
-    rows.record(beta_cache, beta)
     return rows.emit(out, o)
 
 
-def fold(
-    S0: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> torch.Tensor:
-    """State after raw records, by solving for `u` again: exact, whatever `u` was recorded in.
+def fold(S0: torch.Tensor, k: torch.Tensor, u: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """State after records, `S0 e^{G} + sum_j u_j (e^{G - G_j} k_j)^T`.
 
     Args:
         S0: `[B, HV, V, K]` fp32.
-        k: `[B, L, HV, K]`, normalised; zero for dead records.
-        v: `[B, L, HV, V]`.
+        k: `[B, L, HV, K]`, normalised.
+        u: `[B, L, HV, V]`, zero for dead records, which makes them inert.
         g: `[B, L, HV, 1 or K]`, log-decays; zero for dead records.
-        beta: `[B, L, HV]`, zero for dead records, which makes them inert.
 
     Returns:
         `[B, HV, V, K]` fp32.
     """
-    before = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=k.device).tril()
-    weight = decay(between_sum(g), before[..., None, None])
     with ieee_fp32(S0.device):
-        u = _solve(k, weight, beta, v - _read(S0, k, g.cumsum(1)))
         added = contract("blhv,blhk->bhvk", u, later_sum(g).exp() * k)
     return S0 * g.sum(1)[:, :, None].exp() + added
 

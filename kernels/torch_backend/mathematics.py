@@ -62,13 +62,6 @@ def later_sum(g: torch.Tensor) -> torch.Tensor:
     return after.flip(1).cumsum(1).flip(1)
 
 
-def between_sum(g: torch.Tensor) -> torch.Tensor:
-    """`[B, L, L, ...]`, entry `[b, s, j]`: the sum of `g` after `j` up to `s`; zero where `s <= j`."""
-    order = torch.arange(g.shape[1], device=g.device)
-    follows = (order[:, None] > order).view(1, len(order), len(order), *(1,) * (g.dim() - 2))
-    return torch.where(follows, g[:, :, None], torch.zeros((), device=g.device)).cumsum(1)
-
-
 def normalize(x: torch.Tensor) -> torch.Tensor:
     """l2-normalise the last dimension, eps 1e-6 inside the root."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

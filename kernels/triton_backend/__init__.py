@@ -147,8 +147,8 @@ def _delta_step(
     launch: Shape | None,
 ) -> torch.Tensor:
     """A step of either delta rule; `tensors` are those of the public functions, in their order."""
-    state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len = tensors[:8]
-    q, k, v, g, beta, out, A_log, dt_bias = tensors[8:]
+    state, u_cache, k_cache, g_cache, ring_start, hist_len = tensors[:6]
+    q, k, v, g, beta, out, A_log, dt_bias = tensors[6:]
     HV, V, K = state.shape[1:]
     H, R = k_cache.shape[1:3]
     batch, tokens = index.rows_and_tokens((q.shape[0], q.shape[1]))
@@ -163,9 +163,9 @@ def _delta_step(
     bound = 0.0 if lower_bound is None else lower_bound
     _launch(
         delta, use, HV, V, batch, tokens, index, out, state, window, R,
-        (u_cache, k_cache, g_cache, v_cache, beta_cache), (q, k, v, g, beta, out),
-        (state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len, q, k, v, g, beta,
-         out, A_log, dt_bias, bound, scale),
+        (u_cache, k_cache, g_cache), (q, k, v, g, beta, out),
+        (state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta, out, A_log, dt_bias,
+         bound, scale),
         constants, rand_seed, layer, least=8,
     )  # fmt: skip
     result: torch.Tensor = out
@@ -247,7 +247,7 @@ def materialize(
         state = buffers["state"]
         HV, V, K = state.shape[1:]
         used = [buffers[name] for name in FOLDED[layers.rule]]
-        H, R = (used[1] if layers.rule is Rule.MAMBA2 else used[0]).shape[1:3]
+        H, R = used[1].shape[1:3]  # of the keys
         strides = [state.stride(0)]
         for ring in used:
             strides += [ring.stride(0), ring.stride(1)]

@@ -139,12 +139,19 @@ def bf16_dot(a, b, total, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def state_dot(S, X_t, X_raw_t, SPLIT: tl.constexpr, INTERPRET: tl.constexpr):
-    """`S @ X_t` at fp32 grade: the state in two bf16 terms where `X` is bf16, else tf32x3."""
+def state_dot(S, X_t, X_raw_t, TERMS: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr):
+    """`S @ X_t`: the state in bf16 terms where `X` is bf16, else tf32x3.
+
+    Two terms keep 16 bits of the state, enough for outputs; three keep all, for what reaches a state.
+    """
     if SPLIT:
         high = S.to(tl.bfloat16)
-        low = (S - high.to(tl.float32)).to(tl.bfloat16)
+        rest = S - high.to(tl.float32)
+        low = rest.to(tl.bfloat16)
         total = tl.zeros([S.shape[0], X_t.shape[1]], tl.float32)
+        if TERMS == 3:
+            lowest = (rest - low.to(tl.float32)).to(tl.bfloat16)
+            total = bf16_dot(lowest, X_raw_t, total, INTERPRET)
         total = bf16_dot(low, X_raw_t, total, INTERPRET)
         return bf16_dot(high, X_raw_t, total, INTERPRET)
     else:

@@ -2,7 +2,7 @@
 
 `decode` serves one token a row on plain fp32 lanes; `verify` serves several, chains and trees, with the
 checkpoint read once for all queries and keys. Both append the records, and fold the history of the rows
-that must flush: the recurrence itself, in fp32, from the raw records.
+that must flush, with the `u` that they recorded in fp32.
 
 Letters as in `replayssm.kernels.torch_backend.delta`; `B*` is a block of a dimension.
 """
@@ -64,35 +64,43 @@ def along_k(x):
 def later_sum(g, BL: tl.constexpr):
     """`[BL, BK]`, for each record the sum of `g [BL, BK]` over the records behind it."""
     j = tl.arange(0, BL)
-    return tl.dot((j[None, :] > j[:, None]).to(tl.float32), g, input_precision="tf32x3")
+    return tl.dot((j[None, :] > j[:, None]).to(tl.float32), g, input_precision="ieee")
 
 
 @triton.jit
-def fold_rows(source, target, k_ring, v_ring, g_ring, beta_ring, start, count, R, vi, V, K: tl.constexpr,
+def fold_rows(source, target, u_ring, k_ring, g_ring, start, count, R, vi, V, K: tl.constexpr,
               rand_seed, slot, layer, hv, NK: tl.constexpr, KI: tl.constexpr,
               PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, STOCHASTIC: tl.constexpr):  # fmt: skip
     """Value rows `vi` of the state `[V, K]` at `source` after the first `count` records, to `target`.
 
-    Record by record on fp32 lanes, since a tensor core would cut sums off towards zero. `target` belongs
-    to head `hv` of `slot`, by which stochastic rounding draws.
+    On fp32 lanes, since a tensor core would cut sums off towards zero. What the records add is summed up by
+    itself and the state touched once: the recurrence takes back part of what it rounds off the state, since
+    its next `u` sees it, and records can't. `target` belongs to head `hv` of `slot`, by which stochastic
+    rounding draws.
     """
     kc = tl.arange(0, NK)[:, None] * KI + tl.arange(0, KI)[None, :]
     in_v, in_k = vi < V, kc < K
     at = vi[:, None, None] * K + kc[None, :, :]
     inside = in_v[:, None, None] & in_k[None, :, :]
-    S = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    # Minus zero, so that no records leave every bit of the state as it is.
+    added = tl.full((vi.shape[0], NK, KI), -0.0, tl.float32)
+    G = tl.zeros((NK, KI), tl.float32)
     for s in range(0, count):
         row = (start + s) % R
         k = tl.load(k_ring + row * K + kc, mask=in_k, other=0.0).to(tl.float32)
-        v = tl.load(v_ring + row * V + vi, mask=in_v, other=0.0).to(tl.float32)
+        u = tl.load(u_ring + row * V + vi, mask=in_v, other=0.0)
         if PER_CHANNEL:
-            S *= exponential(tl.load(g_ring + row * K + kc, mask=in_k, other=0.0))[None, :, :]
+            g = tl.load(g_ring + row * K + kc, mask=in_k, other=0.0)
+            added *= exponential(g)[None, :, :]
         else:
-            S *= exponential(tl.load(g_ring + row))
+            g = tl.load(g_ring + row)
+            added *= exponential(g)
+        G += g
         if L2NORM:
             k *= inverse_root(tl.sum(tl.sum(k * k, 0), 0) + 1e-6)
-        u = tl.load(beta_ring + row) * (v - along_k(S * k[None, :, :]))
-        S += u[:, None, None] * k[None, :, :]
+        added += u[:, None, None] * k[None, :, :]
+    S = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    S = S * exponential(G)[None, :, :] + added
     if STOCHASTIC:
         words = random_words(rand_seed, slot, layer, hv * V + vi, K, NK * KI)
         store_stochastic(target + at, S, inside, tl.reshape(words, S.shape))
@@ -102,10 +110,10 @@ def fold_rows(source, target, k_ring, v_ring, g_ring, beta_ring, start, count, R
 
 @triton.jit(do_not_specialize=["layer"])
 def decode(
-    state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len,
+    state, u_cache, k_cache, g_cache, ring_start, hist_len,
     q, k, v, g, beta, out, A_log, dt_bias, lower_bound, scale,
     state_indices, ring_indices, pad_slot, lens, rand_seed, layer,
-    s_state, s_u, h_u, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta,
+    s_state, s_u, h_u, s_k, h_k, s_g, h_g,
     b_q, b_k, b_v, b_g, b_beta, b_out, t_q, t_k, t_v, t_g, t_beta, t_out,
     R, L,
     HV: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
@@ -152,13 +160,12 @@ def decode(
         beta_new = sigmoid(beta_new)
     k_new = k_raw.to(tl.float32)
     if L2NORM:
-        k_new *= tl.rsqrt(tl.sum(tl.sum(k_new * k_new, 0), 0) + 1e-6)
-        q_new *= tl.rsqrt(tl.sum(tl.sum(q_new * q_new, 0), 0) + 1e-6)
+        k_new *= inverse_root(tl.sum(tl.sum(k_new * k_new, 0), 0) + 1e-6)
+        q_new *= inverse_root(tl.sum(tl.sum(q_new * q_new, 0), 0) + 1e-6)
     q_new *= scale
 
-    u_ring, v_ring = u_cache + ring * s_u + hv * h_u, v_cache + ring * s_v + hv * h_v
-    k_ring, g_ring = k_cache + ring * s_k + h * h_k, g_cache + ring * s_g + hv * h_g
-    beta_ring = beta_cache + ring * s_beta + hv * h_beta
+    u_ring, k_ring = u_cache + ring * s_u + hv * h_u, k_cache + ring * s_k + h * h_k
+    g_ring = g_cache + ring * s_g + hv * h_g
     j = tl.arange(0, BL)
     past = j < hist
     row = (start + j) % R
@@ -170,12 +177,12 @@ def decode(
         g_old = bounded(tl.load(g_ring + row[:, None] * K + ki[None, :], mask=old, other=0.0))
         weight = past.to(tl.float32)
         if L2NORM:
-            weight *= tl.rsqrt(tl.sum(k_old * k_old, 1) + 1e-6)
-        k_old *= tl.exp(later_sum(g_old, BL))
-        k_read, q_read = k_new * tl.exp(g_new), q_new * tl.exp(g_new)
+            weight *= inverse_root(tl.sum(k_old * k_old, 1) + 1e-6)
+        k_old *= exponential(later_sum(g_old, BL))
+        k_read, q_read = k_new * exponential(g_new), q_new * exponential(g_new)
         score_k = weight * tl.sum(k_old * tl.reshape(k_read, (1, NK * KI)), 1)
         score_q = weight * tl.sum(k_old * tl.reshape(q_read, (1, NK * KI)), 1)
-        total = tl.reshape(tl.exp(tl.sum(g_old, 0)), (NK, KI))
+        total = tl.reshape(exponential(tl.sum(g_old, 0)), (NK, KI))
         k_read, q_read = k_read * total, q_read * total
     else:
         old = past[:, None, None] & in_k[None, :, :]
@@ -183,17 +190,16 @@ def decode(
         k_old = k_old.to(tl.float32)
         later = tl.load(g_ring + (start + j + 1) % R, mask=j + 1 < hist, other=0.0)
         oldest = tl.sum(tl.load(g_ring + row, mask=past & (j == 0), other=0.0), 0)
-        weight = tl.exp(tl.cumsum(later, 0, reverse=True) + g_new)
+        weight = exponential(tl.cumsum(later, 0, reverse=True) + g_new)
         if L2NORM:
-            weight *= tl.rsqrt(along_k(k_old * k_old) + 1e-6)
-        total = tl.exp(oldest + tl.sum(later, 0) + g_new)
+            weight *= inverse_root(along_k(k_old * k_old) + 1e-6)
+        total = exponential(oldest + tl.sum(later, 0) + g_new)
         k_read, q_read = k_new * total, q_new * total
         score_k = weight * along_k(k_old * k_new[None, :, :])
         score_q = weight * along_k(k_old * q_new[None, :, :])
     own = tl.sum(tl.sum(k_new * q_new, 0), 0)
     new = (start + hist) % R
     if part == 0:
-        tl.store(beta_ring + new, beta_new)
         if PER_CHANNEL:
             tl.store(g_ring + new * K + kc, g_new, mask=in_k)
         else:
@@ -208,29 +214,28 @@ def decode(
         in_tile = in_v[:, None, None] & in_k[None, :, :]
         S = tl.load(S_head + (v_first + i * BV) * K, mask=in_tile, other=0.0).to(tl.float32)
         u_old = tl.load(u_ring + row[:, None] * V + vi[None, :],
-                        mask=past[:, None] & in_v[None, :], other=0.0).to(tl.float32)  # fmt: skip
+                        mask=past[:, None] & in_v[None, :], other=0.0)  # fmt: skip
         v_raw = tl.load(v + b64 * b_v + first * t_v + hv * V + vi, mask=in_v, other=0.0)
         recalled = along_k(S * k_read[None, :, :]) + tl.sum(u_old * score_k[:, None], 0)
         u_new = beta_new * (v_raw.to(tl.float32) - recalled)
         o = along_k(S * q_read[None, :, :]) + tl.sum(u_old * score_q[:, None], 0) + own * u_new
         store_rounded(out_row + vi, o, in_v)
-        store_rounded(u_ring + new * V + vi, u_new, in_v)
-        tl.store(v_ring + new * V + vi, v_raw, mask=in_v)
+        tl.store(u_ring + new * V + vi, u_new, mask=in_v)
 
     if hist + 1 > L:
         S_start = state + slot * s_state + hv * (V * K)
         for i in range(TILES):
-            fold_rows(S_start, S_start, k_ring, v_ring, g_ring, beta_ring, start, hist, R,
+            fold_rows(S_start, S_start, u_ring, k_ring, g_ring, start, hist, R,
                       v_first + i * BV + vb, V, K, rand_seed, slot, layer, hv, NK, KI,
                       PER_CHANNEL, L2NORM, STOCHASTIC)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
 def verify(
-    state, u_cache, k_cache, g_cache, v_cache, beta_cache, ring_start, hist_len,
+    state, u_cache, k_cache, g_cache, ring_start, hist_len,
     q, k, v, g, beta, out, A_log, dt_bias, lower_bound, scale,
     state_indices, ring_indices, pad_slot, lens, rand_seed, layer, parents,
-    s_state, s_u, h_u, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta,
+    s_state, s_u, h_u, s_k, h_k, s_g, h_g,
     b_q, b_k, b_v, b_g, b_beta, b_out, t_q, t_k, t_v, t_g, t_beta, t_out,
     R, L, T,
     HV: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
@@ -276,7 +281,7 @@ def verify(
     X = X_raw.to(tl.float32)
     x_norm = tl.where(is_key, 1.0, scale)
     if L2NORM:
-        x_norm *= tl.rsqrt(tl.sum(X * X, 1) + 1e-6)
+        x_norm *= inverse_root(tl.sum(X * X, 1) + 1e-6)
 
     beta_new = tl.load(beta + b64 * b_beta + token * t_beta + hv, mask=is_token, other=0.0).to(tl.float32)
     if RAW:
@@ -286,8 +291,6 @@ def verify(
     u_ring = u_cache + ring * s_u + hv * h_u
     k_ring = k_cache + ring * s_k + h * h_k
     g_ring = g_cache + ring * s_g + hv * h_g
-    v_ring = v_cache + ring * s_v + hv * h_v
-    beta_ring = beta_cache + ring * s_beta + hv * h_beta
     j = tl.arange(0, BL)
     past = j < hist
     row = (start + j) % R
@@ -295,11 +298,10 @@ def verify(
     new_row = (start + hist + t) % R
     k_old = tl.load(k_ring + row[:, None] * K + ki[None, :], mask=past[:, None] & in_k[None, :], other=0.0)
     u_old = tl.load(u_ring + row[:, None] * V + vi[None, :], mask=past[:, None] & in_v[None, :], other=0.0)
-    u_old = u_old.to(tl.float32)
     k_norm = past.to(tl.float32)
     if L2NORM:
         wide = k_old.to(tl.float32)
-        k_norm *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+        k_norm *= inverse_root(tl.sum(wide * wide, 1) + 1e-6)
 
     if PER_CHANNEL:
         later = tl.load(g_ring + behind[:, None] * K + ki[None, :],
@@ -322,10 +324,10 @@ def verify(
                 tl.store(g_ring + ((start + hist + s) % R) * K + ki, g_s, mask=in_k)
         both = tl.reshape(tl.permute(tl.join(path, path), (2, 0, 1)), (2 * BT, BK))
         X = X * x_norm[:, None]
-        X_path = X * tl.exp(both)
-        k_old = k_old.to(tl.float32) * k_norm[:, None] * tl.exp(tl.cumsum(later, 0, reverse=True))
+        X_path = X * exponential(both)
+        k_old = k_old.to(tl.float32) * k_norm[:, None] * exponential(tl.cumsum(later, 0, reverse=True))
         score = tl.dot(X_path, tl.trans(k_old), input_precision="tf32x3")
-        X_path *= tl.exp(oldest + tl.sum(later, 0))[None, :]
+        X_path *= exponential(oldest + tl.sum(later, 0))[None, :]
         SX = tl.dot(S, tl.trans(X_path), input_precision="tf32x3")
     else:
         later = tl.load(g_ring + behind, mask=j + 1 < hist, other=0.0)
@@ -338,14 +340,14 @@ def verify(
             tl.store(g_ring + new_row, g_new, mask=is_token)
         path = tl.sum(tl.where(ancestors, g_new[None, :], 0.0), 1)
         both = tl.reshape(tl.permute(tl.join(path, path), (1, 0)), (2 * BT,))
-        fade = x_norm * tl.exp(both)
+        fade = x_norm * exponential(both)
         if SPLIT:
             score = bf16_dot(X_raw, tl.trans(k_old), tl.zeros([2 * BT, BL], tl.float32), INTERPRET)
         else:
             score = tl.dot(X, tl.trans(k_old.to(tl.float32)), input_precision="tf32x3")
-        SX = state_dot(S, tl.trans(X), tl.trans(X_raw), SPLIT, INTERPRET)
-        score *= fade[:, None] * (k_norm * tl.exp(tl.cumsum(later, 0, reverse=True)))[None, :]
-        SX *= (fade * tl.exp(oldest + tl.sum(later, 0)))[None, :]
+        SX = state_dot(S, tl.trans(X), tl.trans(X_raw), 3, SPLIT, INTERPRET)
+        score *= fade[:, None] * (k_norm * exponential(tl.cumsum(later, 0, reverse=True)))[None, :]
+        SX *= (fade * exponential(oldest + tl.sum(later, 0)))[None, :]
         X = X * x_norm[:, None]
     Y = SX + tl.dot(tl.trans(u_old), tl.trans(score), input_precision="tf32x3")
 
@@ -366,12 +368,12 @@ def verify(
             path_s = tl.sum(tl.where(here[:, None], path, 0.0), 0)
             low_s = tl.sum(tl.where(here[:, None], path_low, 0.0), 0)
             between = (path - path_s[None, :]) + (path_low - low_s[None, :])
-            key_s = tl.exp(tl.where(below[:, None], between, 0.0)) * key[None, :]
+            key_s = exponential(tl.where(below[:, None], between, 0.0)) * key[None, :]
             to_k, to_q = tl.sum(keys * key_s, 1), tl.sum(queries * key_s, 1)
         else:
             # The tokens between: ancestors of t that descend from s.
             descends = below & (t != s)
-            fade_s = tl.exp(tl.sum(tl.where(ancestors & descends[None, :], g_new[None, :], 0.0), 1))
+            fade_s = exponential(tl.sum(tl.where(ancestors & descends[None, :], g_new[None, :], 0.0), 1))
             to_k = tl.sum(keys * key[None, :], 1) * fade_s
             to_q = tl.sum(queries * key[None, :], 1) * fade_s
         to_k = tl.where(below & (t != s), beta_new * to_k, 0.0)
@@ -382,26 +384,22 @@ def verify(
     o = tl.where(is_token[None, :], o, 0.0)
     store_rounded(out_tile, tl.trans(o), written[:, None] & in_v[None, :])
 
-    recorded = is_token[None, :] & in_v[:, None]
-    store_rounded(u_ring + new_row[None, :] * V + vi[:, None], U, recorded)
-    tl.store(v_ring + new_row[None, :] * V + vi[:, None], v_raw, mask=recorded)
-    if tile == 0:
-        tl.store(beta_ring + new_row, beta_new, mask=is_token)
-        if hv % (HV // H) == 0:
-            k_row = (start + hist + r) % R
-            tl.store(k_ring + k_row[:, None] * K + ki[None, :], X_raw,
-                     mask=(is_key & (r < count))[:, None] & in_k[None, :])  # fmt: skip
+    tl.store(u_ring + new_row[None, :] * V + vi[:, None], U, mask=is_token[None, :] & in_v[:, None])
+    if (tile == 0) & (hv % (HV // H) == 0):
+        k_row = (start + hist + r) % R
+        tl.store(k_ring + k_row[:, None] * K + ki[None, :], X_raw,
+                 mask=(is_key & (r < count))[:, None] & in_k[None, :])  # fmt: skip
 
     if hist + count > L:
         S_start = state + slot * s_state + hv * (V * K)
-        fold_rows(S_start, S_start, k_ring, v_ring, g_ring, beta_ring, start, hist, R,
+        fold_rows(S_start, S_start, u_ring, k_ring, g_ring, start, hist, R,
                   vi, V, K, rand_seed, slot, layer, hv, NK, KI, PER_CHANNEL, L2NORM, STOCHASTIC)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
 def materialize(
-    table, state, k_cache, g_cache, v_cache, beta_cache, ring_start, count, source, target, ring_indices,
-    rand_seed, layer, s_state, s_k, h_k, s_g, h_g, s_v, h_v, s_beta, h_beta, R,
+    table, state, u_cache, k_cache, g_cache, ring_start, count, source, target, ring_indices,
+    rand_seed, layer, s_state, s_u, h_u, s_k, h_k, s_g, h_g, R,
     HV: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     BV: tl.constexpr, NK: tl.constexpr, KI: tl.constexpr,
     PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, ALIGNED: tl.constexpr,
@@ -419,13 +417,12 @@ def materialize(
     ring = tl.load(ring_indices + b).to(tl.int64)
     if (origin < 0) | (place < 0) | (ring < 0):
         return
-    entry = table + tl.program_id(2) * 6
+    entry = table + tl.program_id(2) * 5
     inner = of_layer(entry, 0, state, ALIGNED) + hv * (V * K)
-    k_ring = of_layer(entry, 1, k_cache, ALIGNED) + ring * s_k + h * h_k
-    g_ring = of_layer(entry, 2, g_cache, ALIGNED) + ring * s_g + hv * h_g
-    v_ring = of_layer(entry, 3, v_cache, ALIGNED) + ring * s_v + hv * h_v
-    beta_ring = of_layer(entry, 4, beta_cache, ALIGNED) + ring * s_beta + hv * h_beta
+    u_ring = of_layer(entry, 1, u_cache, ALIGNED) + ring * s_u + hv * h_u
+    k_ring = of_layer(entry, 2, k_cache, ALIGNED) + ring * s_k + h * h_k
+    g_ring = of_layer(entry, 3, g_cache, ALIGNED) + ring * s_g + hv * h_g
     first, records = tl.load(ring_start + ring), tl.load(count + b).to(tl.int32)
-    fold_rows(inner + origin * s_state, inner + place * s_state, k_ring, v_ring, g_ring, beta_ring, first,
-              records, R, vi, V, K, rand_seed, place, layer + tl.load(entry + 5).to(tl.int32), hv, NK, KI,
+    fold_rows(inner + origin * s_state, inner + place * s_state, u_ring, k_ring, g_ring, first,
+              records, R, vi, V, K, rand_seed, place, layer + tl.load(entry + 4).to(tl.int32), hv, NK, KI,
               PER_CHANNEL, L2NORM, STOCHASTIC)  # fmt: skip

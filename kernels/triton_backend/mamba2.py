@@ -227,7 +227,7 @@ def verify(
         score = bf16_dot(C_raw, tl.trans(B_old), tl.zeros([BT, BL], tl.float32), INTERPRET)
     else:
         score = tl.dot(C_new, tl.trans(B_old.to(tl.float32)), input_precision="tf32x3")
-    y = state_dot(S, tl.trans(C_new), tl.trans(C_raw), SPLIT, INTERPRET)
+    y = state_dot(S, tl.trans(C_new), tl.trans(C_raw), 2, SPLIT, INTERPRET)
     y *= tl.exp(rate * (tl.sum(dt_old, 0) + path))[None, :]
     reach = tl.cumsum(dt_later, 0, reverse=True)
     score *= dt_old[None, :] * tl.exp(rate * (reach[None, :] + path[:, None]))

@@ -64,15 +64,14 @@ def test_refused_shards() -> None:
 def test_bytes_of_a_mamba2_record() -> None:
     layout = RingLayout(SUPER, window=16, max_draft=4)
     x, key, dt = 128 * 64 * 2, 8 * 128 * 2, 128 * 4
-    assert layout.record_bytes == layout.read_bytes == x + key + dt
+    assert layout.record_bytes == x + key + dt
     assert layout.bytes_per_slot == 20 * layout.record_bytes
 
 
 def test_bytes_of_delta_rule_records() -> None:
     gdn, kda = RingLayout(GDN, 16, 1), RingLayout(KDA, 16, 1)
-    assert gdn.read_bytes == 32 * 128 * 2 + 16 * 64 * 2 + 32 * 4
-    assert gdn.record_bytes == gdn.read_bytes + 32 * 128 * 2 + 32 * 4
-    assert kda.read_bytes == 4 * 16 * 2 + 4 * 32 * 2 + 4 * 32 * 4
+    assert gdn.record_bytes == 32 * 128 * 4 + 16 * 64 * 2 + 32 * 4
+    assert kda.record_bytes == 4 * 16 * 4 + 4 * 32 * 2 + 4 * 32 * 4
 
 
 @pytest.mark.parametrize("geometry", [SUPER, GDN, KDA])
@@ -92,8 +91,8 @@ def test_allocated_rings_have_the_stated_shapes_and_bytes(
     assert keys.dtype == dtype
 
 
-def test_gates_and_decays_are_fp32_whatever_the_activations() -> None:
-    for geometry, names in ((SUPER, ["dt_cache"]), (GDN, ["g_cache", "beta_cache"])):
+def test_gates_decays_and_u_are_fp32_whatever_the_activations() -> None:
+    for geometry, names in ((SUPER, ["dt_cache"]), (GDN, ["g_cache", "u_cache"])):
         rings = RingLayout(geometry, 4, 1).allocate(1, "cpu")
         assert {rings[name].dtype for name in names} == {torch.float32}
 

@@ -69,10 +69,12 @@ def test_terms_of_a_standard_step() -> None:
     assert step.seconds(2e12) == pytest.approx(step.total / 2e12)
 
 
-def test_a_flush_alone_reads_the_exact_inputs() -> None:
-    layout = RingLayout(GDN, 16, 1)
-    step = traffic.replay(layout)
-    assert step.ring_read == pytest.approx(7.5 * layout.read_bytes + 1.0 * layout.record_bytes)
+def test_terms_of_a_delta_rules_records() -> None:
+    """An fp32 `u`, the bf16 key and the fp32 log-decay of every live record, by every step."""
+    record = 32 * 128 * 4 + 16 * 128 * 2 + 32 * 4
+    step = traffic.replay(RingLayout(LayerGeometry(Rule.GDN, 32, 16, 128, 128), 16, 1))
+    assert step.ring_read == pytest.approx(8.5 * record)
+    assert step.ring_write == record
 
 
 def test_conventional_verification_writes_a_snapshot_per_token() -> None:
@@ -111,34 +113,21 @@ def test_a_cycle_of_whole_commits_is_the_rules_own(window: int, data: st.DataObj
     steps = steps_per_flush(window, tokens)
     histories = [tokens * step for step in range(1, steps + 1)]
     assert cycle.flush_share == pytest.approx(1 / steps)
-    assert cycle.folded == pytest.approx(histories[-1] / steps)
-    assert cycle.replayed == pytest.approx(sum(histories[:-1]) / steps)
+    assert cycle.records == pytest.approx(sum(histories) / steps)
 
 
 @pytest.mark.parametrize(("draft", "accepted"), [(4, 2.5), (4, 0.25), (8, 7.75), (3, 3.0)])
 def test_a_cycle_of_mixed_commits_matches_a_walk(draft: int, accepted: float) -> None:
-    window, steps, flushes, replayed, folded, history = 16, 40_000, 0, 0, 0, 0
+    window, steps, flushes, records, history = 16, 40_000, 0, 0, 0
     generator = torch.Generator().manual_seed(0)
     extra = torch.rand(steps, generator=generator) < accepted - math.floor(accepted)
     for more in extra.tolist():
         flush = must_flush(history, draft, window)
-        flushes, folded, replayed = (
-            flushes + flush,
-            folded + history * flush,
-            replayed + history * (not flush),
-        )
+        flushes, records = flushes + flush, records + history
         history = (0 if flush else history) + math.floor(accepted) + more
     cycle = traffic.flush_cycle(window, draft, accepted)
     assert flushes / steps == pytest.approx(cycle.flush_share, rel=0.03)
-    assert replayed / steps == pytest.approx(cycle.replayed, rel=0.03)
-    assert folded / steps == pytest.approx(cycle.folded, rel=0.03)
-
-
-@given(st.integers(1, 32), st.data())
-def test_every_committed_token_is_folded_once(window: int, data: st.DataObject) -> None:
-    draft = data.draw(st.integers(1, window))
-    accepted = data.draw(st.floats(0.1, draft))
-    assert traffic.flush_cycle(window, draft, accepted).folded == pytest.approx(accepted)
+    assert records / steps == pytest.approx(cycle.records, rel=0.03)
 
 
 @pytest.mark.parametrize("accepted", [0, -1, 4.5])

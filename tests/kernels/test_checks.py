@@ -95,7 +95,7 @@ def test_the_wrong_kind_of_number(rule: str, name: str) -> None:
         ("mamba2", "x_cache", "x"),
         ("mamba2", "B_cache", "B"),
         ("gdn", "k_cache", "k"),
-        ("kda", "v_cache", "v"),
+        ("kda", "k_cache", "k"),
     ],
 )
 def test_records_have_the_inputs_dtype(rule: str, cache: str, given: str) -> None:
@@ -110,13 +110,13 @@ def test_records_have_the_inputs_dtype(rule: str, cache: str, given: str) -> Non
     [
         ("mamba2", "dt_cache"),
         ("gdn", "g_cache"),
-        ("gdn", "beta_cache"),
+        ("gdn", "u_cache"),
         ("kda", "g_cache"),
-        ("kda", "beta_cache"),
+        ("kda", "u_cache"),
     ],
 )
-def test_gates_are_recorded_in_fp32_only(rule: str, name: str) -> None:
-    """L7: a ring that would round gates is refused."""
+def test_gates_and_u_are_recorded_in_fp32_only(rule: str, name: str) -> None:
+    """L7: a ring that would round gates, or the `u` that a flush folds, is refused."""
     changed = {name: arguments(rule)[name].bfloat16()}
     refuse(rule, f"{name}: expected dtype torch.float32, got torch.bfloat16", **changed)
 

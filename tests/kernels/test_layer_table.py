@@ -222,10 +222,8 @@ def test_no_table_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPa
 
 def test_refused_buffers() -> None:
     layer = make_layer(geometry("gdn"))
-    short = {name: ring for name, ring in layer.rings.items() if name != "v_cache"}
-    with pytest.raises(
-        ValueError, match="ring of layer 1: gdn folds k_cache, g_cache, v_cache, beta_cache, v_cache"
-    ):
+    short = {name: ring for name, ring in layer.rings.items() if name != "u_cache"}
+    with pytest.raises(ValueError, match="ring of layer 1: gdn folds u_cache, k_cache, g_cache, u_cache"):
         LayerTable.build("gdn", [layer.state] * 2, [layer.rings, short])
     gaps = torch.empty(4, 4, 5, 9)[..., :8]
     with pytest.raises(ValueError, match="state of layer 0: the last 3 dimensions must lie dense"):

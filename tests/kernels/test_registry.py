@@ -262,7 +262,7 @@ def test_what_is_off_a_boundary_is_said(off: str | None, seen: list[StepCall]) -
 
 @pytest.mark.parametrize(
     "strided",
-    ["state", "k_cache", "beta_cache", "hist_len", "A_log", "state_indices", "parents"],
+    ["state", "k_cache", "g_cache", "hist_len", "A_log", "state_indices", "parents"],
 )
 def test_what_is_not_dense_is_said(strided: str, seen: list[StepCall]) -> None:
     """Kernels that step through memory row by row can refuse what does not lie so."""

@@ -204,10 +204,10 @@ def exact(rule: str, K: int, V: int, seed: int = 0, act: torch.dtype = torch.flo
     return layer, inputs, {"use_qk_l2norm": False}
 
 
-def folded(case: Case, slot: int, row: int, tokens: int) -> torch.Tensor:
-    """The state of a slot after a row's first tokens, in fp64."""
+def folded(case: Case, slot: int, row: int, tokens: int, onto: torch.Tensor | None = None) -> torch.Tensor:
+    """The state of a slot after a row's first tokens, in fp64; or `onto` with what they add to that state."""
     layer, inputs, _ = case
-    S = layer.state[slot].double()
+    before = S = layer.state[slot].double()
     for t in range(tokens):
         token = support.oracle_token(layer, inputs, row, t)
         if layer.A is not None:
@@ -216,7 +216,7 @@ def folded(case: Case, slot: int, row: int, tokens: int) -> torch.Tensor:
             k = token["k"].double().repeat_interleave(3, 0)
             u = token["beta"].double()[:, None] * (token["v"].double() - torch.einsum("hvk,hk->hv", S, k))
             S = S + u[:, :, None] * k[:, None, :]
-    return S
+    return S if onto is None else onto.double() + (S - before)
 
 
 def stored(state: torch.Tensor, slot: int, layer: int) -> torch.Tensor:
@@ -285,6 +285,7 @@ def test_materialize(backend: str, rule: str, V: int, K: int) -> None:
     advance(case, walk, 1, 3, "torch")
     second = layer.state.flip(0).contiguous()
     states, old = [layer.state, second], [layer.state.clone(), second.clone()]
+    one = (support.LayerBuffers(layer.layout, old[0], layer.rings, layer.A), *case[1:])
     rates = None if layer.A is None else [layer.A] * 2
     table = LayerTable.build(rule, states, [layer.rings] * 2, rates)
     kernels.materialize(
@@ -292,11 +293,10 @@ def test_materialize(backend: str, rule: str, V: int, K: int) -> None:
         window=3, use_qk_l2norm=False, rand_seed=seed_of(SEED), layer=7, backend=backend,
     )  # fmt: skip
     for number, (state, before) in enumerate(zip(states, old, strict=True)):
-        one = (support.LayerBuffers(layer.layout, before, layer.rings, layer.A), *case[1:])
         want = before.clone()
-        want[1] = stored(folded(one, 2, 0, 2), 1, 7 + number)
+        want[1] = stored(folded(one, 2, 0, 2, before[2]), 1, 7 + number)
         want[3] = before[2]
-        want[0] = stored(folded(one, 0, 2, 1), 0, 7 + number)
+        want[0] = stored(folded(one, 0, 2, 1, before[0]), 0, 7 + number)
         assert same_bits(state, want)
 
 

@@ -216,6 +216,9 @@ def test_large_decays_underflow_to_zero(rule: str, g: float) -> None:
 def test_states_owe_nothing_to_approximations(rule: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exponentials, reciprocal roots and products are rough on a GPU: whatever they give, flushes and
     `materialize` store the same bits.
+
+    A delta rule's outputs owe them nothing either, as `u` comes with them; its products reach states, at
+    fp32's grade, which `test_drift` judges.
     """
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -227,10 +230,12 @@ def test_states_owe_nothing_to_approximations(rule: str, width: int, monkeypatch
 
         return rough
 
+    approximations = ("create_exp", "create_exp2", "create_rsqrt")
+    products = ("create_dot",) if rule == "mamba2" else ()
     runs = []
     for rough in (False, True):
         with monkeypatch.context() as patch:
-            for name in ("create_exp", "create_exp2", "create_rsqrt", "create_dot") if rough else ():
+            for name in (*approximations, *products) if rough else ():
                 patch.setattr(InterpreterBuilder, name, off(getattr(InterpreterBuilder, name)))
             layer = make_layer(small(rule), slots=2, window=3, max_draft=3)
             walk = Walk.of(layer)
@@ -250,7 +255,7 @@ def test_states_owe_nothing_to_approximations(rule: str, width: int, monkeypatch
             runs.append((flushed, layer.state[1], out))
     assert same_bits(runs[0][0], runs[1][0])
     assert same_bits(runs[0][1], runs[1][1])
-    assert not same_bits(runs[0][2], runs[1][2]), "the outputs show that nothing was rough"
+    assert same_bits(runs[0][2], runs[1][2]) == (rule != "mamba2")
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -163,7 +163,7 @@ def delta_rule_decode() -> list[Grid]:
             if state == "bf16" and batch > 16:
                 continue
             layer = Layer(geo, 16, tokens, None, state, "bf16", "bias", "dense")
-            # Their verification starts from a state: tighter than what recorded bf16 `u` could show.
+            # Their verification starts from a state, without a history.
             histories = tuple((5 * n) % 17 if tokens == 1 else 0 for n in range(batch))
             name = f"delta-B{batch}-HV{geo.value_heads}-T{tokens}-{state}"
             found.append(Grid(name, layer, histories, tenth(state, *tolerance)))

@@ -39,7 +39,7 @@ def make(geometry: LayerGeometry, state: torch.dtype) -> list[LayerBuffers]:
         wide = torch.randn(SLOTS, 1 + (number == LAYERS - 1), *geometry.state_shape, device="cuda").to(state)
         for name, ring in layer.rings.items():
             ring.normal_()
-            if name in ("dt_cache", "g_cache", "beta_cache"):
+            if name in ("dt_cache", "g_cache"):
                 ring.copy_(ring.abs().clamp(max=2.0) * (-0.3 if name == "g_cache" else 0.3))
         layers.append(LayerBuffers(layout, wide[:, -1], layer.rings, A))
     return layers

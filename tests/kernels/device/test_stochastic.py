@@ -127,7 +127,7 @@ def test_random_states(name: str, backend: str) -> None:
     rings = layout.allocate(SLOTS, "cuda")
     for key, ring in rings.items():
         ring.normal_()
-        if key in ("dt_cache", "g_cache", "beta_cache"):
+        if key in ("dt_cache", "g_cache"):
             ring.copy_(ring.abs().clamp(max=2.0) * (-0.3 if key == "g_cache" else 0.3))
     rates = [-torch.rand(geometry.value_heads, device="cuda")] if geometry.rule is Rule.MAMBA2 else None
     begin = torch.randn(SLOTS, *geometry.state_shape, device="cuda").half()

@@ -6,10 +6,10 @@ It knows the layout of the ring from the package and takes all mathematics from 
 heads are those of all rows together.
 
 Tolerances are budgets that walk along with every sequence, for each value row of each state. Decays and
-`I - beta k k^T` shrink rows, so what was wrong before is at most as wrong after a token:
+`I - beta k k^T` shrink rows, so what was wrong before is at most as wrong after a token. Records cost
+nothing: they are as they came or in fp32.
 
 - `fp32`: roundings of the arithmetic, one per token;
-- `record`: of a delta rule, the rounding of recorded `u` since the last fold, which reaches outputs alone;
 - `stored`: the roundings of a checkpoint at its folds.
 
 An output is off by its own rounding and by `|q|` times the budgets. A tf32 product, or one whose operands
@@ -87,24 +87,18 @@ class Track:
     Attributes:
         S: `[n, HV, V, K]` fp64.
         size: `[n, HV, V]` fp64, bound of the norm of a state's row.
-        fp32, record, stored: `[n, HV, V]` fp64, see the module.
-        carried: `[n, HV, V]` fp64, `record` as it was before the step, decayed. A step that folds leaves
-            the old records behind, but its own `u` were solved for beside them: they are off by what the
-            whole was and what the old records are.
+        fp32, stored: `[n, HV, V]` fp64, see the module.
     """
 
     S: torch.Tensor
     size: torch.Tensor
     fp32: torch.Tensor
-    record: torch.Tensor
-    carried: torch.Tensor
     stored: torch.Tensor
 
     @classmethod
     def of(cls, S: torch.Tensor) -> Track:
         """Budgets of states that are exact."""
-        record, carried, stored = S.new_zeros(3, *S.shape[:-1])
-        return cls(S, S.norm(dim=-1), EPS * S.norm(dim=-1), record, carried, stored)
+        return cls(S, S.norm(dim=-1), EPS * S.norm(dim=-1), S.new_zeros(S.shape[:-1]))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Track:
         return Track(*(function(value) for value in vars(self).values()))
@@ -351,16 +345,8 @@ class BatchWalk:
         u = (change * k[:, :, None, :]).sum(-1) / k.square().sum(-1, keepdim=True)
         wrote = u.abs() + token["beta"][:, :, None] * token["v"].abs()
         size = decay * before.size + wrote
-        rounded = rounding(self.act, u.abs())
-        after = Track(
-            S=S,
-            size=size,
-            fp32=decay * before.fp32 + EPS * size,
-            record=decay * before.record + rounded,
-            carried=decay * before.carried,
-            stored=decay * before.stored,
-        )
-        wrong = FP32_UNITS * after.fp32 + after.record + after.stored
+        after = Track(S, size, decay * before.fp32 + EPS * size, decay * before.stored)
+        wrong = FP32_UNITS * after.fp32 + after.stored
         return after, y, self.geo.key_dim**-0.5 * wrong + 2 * EPS * y.abs(), u
 
     # Seeding.
@@ -391,8 +377,7 @@ class BatchWalk:
         """What a token leaves in the ring, by the ring's names: raw activations, finished gates."""
         if u is None:
             return {"x_cache": raw["x"], "B_cache": raw["B"], "dt_cache": token["dt"]}
-        given = {"u_cache": u, "k_cache": raw["k"], "v_cache": raw["v"]}
-        return given | {"g_cache": token["g"], "beta_cache": token["beta"]}
+        return {"u_cache": u, "k_cache": raw["k"], "g_cache": token["g"]}
 
     # Steps.
 
@@ -528,7 +513,7 @@ class BatchWalk:
         now = self.truth.map(lambda value: value[pick])
         flush = self._flushed(rows, lens)
         rounded = rounding(self.state.dtype, now.S.norm(dim=-1), self.geo.key_dim)
-        now = replace(now, carried=now.record, stored=now.stored + rounded * flush.view(-1, 1, 1))
+        now = replace(now, stored=now.stored + rounded * flush.view(-1, 1, 1))
         exact = self.tokens64({name: value.nan_to_num(0.0) for name, value in inputs.items()})
         nodes = [now]
         rank = torch.arange(len(rows), device=self.device)
@@ -588,7 +573,7 @@ class BatchWalk:
         lens: Sequence[int],
         t: int,
     ) -> None:
-        """Raw activations as they came, gates to fp32, `u` to its own rounding."""
+        """Raw activations as they came, gates to fp32, `u` to the arithmetic's budget."""
         for name, want in self.records(raw, token, u).items():
             ring = self.rings[name]
             for row, (n, length) in enumerate(zip(rows, lens, strict=True)):
@@ -597,7 +582,7 @@ class BatchWalk:
                 place = (self.starts[n] + self.histories[n] + t) % self.layout.rows
                 got = ring[self.ring_of[n], :, place]
                 if name == "u_cache":
-                    budget = FP32_UNITS * after.fp32 + after.record + after.stored
+                    budget = FP32_UNITS * after.fp32 + after.stored
                     self._within(name, got, want[row], budget[row])
                 elif want.dtype is torch.double:
                     self._within(name, got, want[row], 16 * EPS * want[row].abs() + 1e-12)
@@ -670,7 +655,6 @@ class BatchWalk:
                 continue
             end = nodes[path[-1] + 1 if path else 0].map(lambda value, row=row: value[row])
             if length and self._folds(n, length):
-                end = replace(end, record=end.record + end.carried)
                 self.starts[n] = (self.starts[n] + self.histories[n]) % self.layout.rows
                 self.histories[n] = 0
             self.histories[n] += len(path)

@@ -22,6 +22,9 @@ typedef uint16_t u16;
 typedef uint64_t u64;
 typedef long long i64;
 
+struct alignas(8) float2 {
+    float x, y;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
@@ -31,6 +34,7 @@ struct alignas(16) uint4 {
 struct alignas(8) uint2 {
     u32 x, y;
 };
+DEVICE float2 make_float2(float x, float y) { return {x, y}; }
 DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
