@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from replayssm import kernels
@@ -27,8 +29,8 @@ def delta(
         pool: the rings.
         layer: the layer's number in the pool.
         mixed_qkv: `[B, 2 H K + HV V]`, queries, keys and values behind the convolution.
-        a: `HV` values a row, for KDA `HV K`: the raw gate, in any shape that begins with rows or ends so.
-        b: `HV` values a row: beta's logit.
+        a: `[B, HV]`, for KDA `[B, HV K]`, in any grouping of dimensions: the raw gate.
+        b: `[B, HV]`, likewise: beta's logit.
         A_log: `HV` values.
         dt_bias: `HV` values, for KDA `HV K`.
         scale: factor of the queries.
@@ -44,7 +46,7 @@ def delta(
     q, k, v = mixed_qkv.split([H * K, H * K, HV * V], dim=-1)
     cursors = pool.cursors
     out = mixed_qkv.new_empty(B, 1, HV, V)
-    arguments = {
+    arguments: dict[str, Any] = {
         "state": pool.states[layer],
         **pool.rings[layer],
         "ring_start": cursors.start,
@@ -56,7 +58,7 @@ def delta(
         "out": out,
         "A_log": A_log.reshape(HV),
     }
-    options = {"window": cursors.window, "index": pool.index(slots), "backend": pool.backend}
+    options: dict[str, Any] = {"window": cursors.window, "index": pool.index(slots), "backend": pool.backend}
     if pool.rule is Rule.KDA:
         kernels.kda_step(
             **arguments, **options, g=a.reshape(B, 1, HV, K), dt_bias=dt_bias.reshape(HV * K),

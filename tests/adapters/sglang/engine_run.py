@@ -1,0 +1,55 @@
+"""Serves a few requests with SGLang's engine and prints what came of them; run as a script by `test_engine`.
+
+    python engine_run.py MODEL OPTIONS
+
+OPTIONS are JSON: keyword arguments of SGLang's `Engine`. Prints one line `RESULT {...}`: the output tokens of
+each request and how many of its tokens the prefix cache had.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+PROMPTS = (
+    "The state of a sequence is",
+    "The state of a model is",
+    "def decode(self, tokens):\n    ",
+    "Once upon a time there was",
+    "for layer in layers:",
+    "The state",
+)
+
+
+def main(model: str, options: dict[str, object]) -> None:
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine(
+        model_path=model,
+        device="cpu",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        attention_backend="torch_native",
+        disable_cuda_graph=True,
+        log_level="info",
+        **{"max_running_requests": 4, "max_mamba_cache_size": 24, "max_total_tokens": 1000, **options},
+    )
+    first = [list(text.encode()) for text in PROMPTS]
+    outputs, cached = [], []
+    # The second time prompts go on where a request ended, or in the middle of it.
+    for _ in range(2):
+        lengths = [{"max_new_tokens": 12 + 9 * (row % 4), "temperature": 0} for row in range(6)]
+        results = engine.generate(input_ids=first, sampling_params=lengths)
+        outputs += [result["output_ids"] for result in results]
+        cached += [result["meta_info"]["cached_tokens"] for result in results]
+        pairs = zip(first, results, strict=True)
+        first = [
+            [*prompt, *result["output_ids"][: -1 - 5 * (row % 2)], *b" and"]
+            for row, (prompt, result) in enumerate(pairs)
+        ]
+    engine.shutdown()
+    print("RESULT", json.dumps({"outputs": outputs, "cached": cached}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

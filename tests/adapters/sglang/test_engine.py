@@ -1,0 +1,101 @@
+"""SGLang's own engine on a CPU: the tokens of our trained models with and without the flag.
+
+Scheduler, prefix cache, pools, models and backends are SGLang's; the GPU kernels that they call are written in
+torch, by the plugin in `cpu_engine`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).parent
+MODELS = HERE.parents[2] / "examples" / "models"
+FOLDERS = {"gdn": "gdn-qwen3-5", "kda": "kda-kimi-linear", "mamba2": "mamba2-nemotron-h"}
+NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
+NO_BUFFER = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
+
+pytestmark = pytest.mark.slow
+
+
+def convert(rule: str, target: Path) -> Path:
+    """An example model, which transformers wrote, in the form that SGLang reads."""
+    shutil.copytree(MODELS / FOLDERS[rule], target)
+    file = target / "config.json"
+    config = json.loads(file.read_text())
+    config |= {"torch_dtype": "float32", "dtype": "float32"}
+    config |= {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0}
+    if rule == "gdn":
+        config |= {"full_attention_interval": 4, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+    elif rule == "mamba2":
+        config |= {"mamba_n_groups": config["n_groups"], "time_step_limit": [0.0, 1e30]}
+        for name in ("layers_block_type", "mtp_layers_block_type"):
+            config[name] = [NAMES.get(kind, kind) for kind in config[name]]
+    else:
+        kinds = dict(enumerate(config["layer_types"], start=1))
+        config |= {"num_experts": None, "num_experts_per_token": None, "mla_use_nope": True}
+        config["linear_attn_config"] = {
+            "kda_layers": [layer for layer, kind in kinds.items() if kind == "linear_attention"],
+            "full_attn_layers": [layer for layer, kind in kinds.items() if kind == "full_attention"],
+            "num_heads": config["linear_num_heads"],
+            "head_dim": config["linear_head_dim"],
+            "short_conv_kernel_size": config["linear_conv_kernel_dim"],
+        }
+        weights = load_file(target / "model.safetensors")
+        renamed = {name.replace("block_sparse_moe.", "mlp."): value for name, value in weights.items()}
+        save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
+    file.write_text(json.dumps(config))
+    return target
+
+
+def serve(model: Path, **options: Any) -> tuple[dict[str, Any], str]:
+    """What `engine_run` printed, and the server's log."""
+    path = [str(HERE / "stubs"), str(HERE / "cpu_engine"), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        [sys.executable, str(HERE / "engine_run.py"), str(model), json.dumps(options)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    log = result.stdout + result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, log[-4000:]
+    return json.loads(lines[0].removeprefix("RESULT ")), log
+
+
+@pytest.mark.parametrize("rule", FOLDERS)
+def test_the_same_tokens_with_the_flag(rule: str, tmp_path: Path) -> None:
+    """L12, L16, L18: greedy tokens and prefix hits, over prompts that go on from finished requests."""
+    model = convert(rule, tmp_path / rule)
+    off, log = serve(model, **NO_BUFFER)
+    assert "replayssm:" not in log
+    on, log = serve(model, **NO_BUFFER, enable_linear_replayssm=True, linear_replayssm_cache_len=7)
+    assert f"replayssm: 6 {rule} layers of SGLang" in log
+    assert on == off
+    assert sum(off["cached"]) > 100, "prefixes were shared"
+    varied = sum(len(set(tokens)) > 3 for tokens in off["outputs"])
+    assert varied > len(off["outputs"]) // 2, "a model that says one thing hides errors"
+
+
+@pytest.mark.parametrize("rule", FOLDERS)
+def test_mixed_chunks_and_retraction(rule: str, tmp_path: Path) -> None:
+    """L11, L13: prompts in chunks beside decode rows, and memory that does not hold all requests."""
+    model = convert(rule, tmp_path / rule)
+    given = {
+        **NO_BUFFER, "chunked_prefill_size": 16, "enable_mixed_chunk": True, "max_total_tokens": 150,
+        "schedule_conservativeness": 0.1,
+    }  # fmt: skip
+    off, _ = serve(model, **given)
+    on, log = serve(model, **given, enable_linear_replayssm=True, linear_replayssm_cache_len=7)
+    assert on["outputs"] == off["outputs"]
+    assert "KV cache pool is full. Retract requests" in log, log[-3000:]
