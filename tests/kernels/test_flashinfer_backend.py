@@ -277,7 +277,9 @@ def test_parity(tokens: int, record_property: Callable[[str, object], None]) -> 
     walks = [BatchWalk(layer, name, slots=4, seed=2) for name in names]
     for walk in walks:
         walk.give_history([16, 17 - tokens, 0, 16 - tokens], [3, layer.layout.rows - 2, 0, 9])
-    worst = 0.0
+        for ring in walk.rings.values():  # FlashInfer multiplies dead rows by zero
+            ring.nan_to_num_(0.0)
+    differences = []
     for rows in ([2, -1, 0, 3], [1, 3, -1, 2], [0, 1, 2, 3]):
         outs = []
         for walk in walks:
@@ -288,15 +290,15 @@ def test_parity(tokens: int, record_property: Callable[[str, object], None]) -> 
             kernels.commit(
                 walk.start, walk.hist, index.state_indices, tokens, window=16, rows=layer.layout.rows
             )
-        worst = max(worst, relative(outs[1], outs[0]))
+        differences.append(relative(outs[1], outs[0]))
         for name in ("x_cache", "B_cache"):
             assert torch.equal(*(bits(walk.rings[name]) for walk in walks))
         steps = [walk.rings["dt_cache"].nan_to_num() for walk in walks]
         torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-6)
     states = [walk.state[walk.slot_of] for walk in walks]
-    record_property("output_difference", round(worst, 6))
+    assert all(difference < 2e-2 for difference in differences)
+    record_property("output_difference", round(max(differences), 6))
     record_property("state_difference", round(relative(states[1], states[0]), 6))
-    assert worst < 2e-2
     assert relative(states[1], states[0]) < 1e-2
 
 
