@@ -53,7 +53,7 @@ class StepCall:
         z: Mamba-2's output gate is given.
         state_dtype: dtype of the checkpoints.
         activation_dtype: dtype of `x`, `B`, `C`, `z` or of `q`, `k`, `v`, and of `out`; `None` where they
-            differ.
+            differ. Recorded inputs have it too; a delta rule's `u` is always fp32.
         batch: B.
         dense: states are dense within a slot, ring tensors within a head, `out` within a token, cursors,
             index and parameters altogether.

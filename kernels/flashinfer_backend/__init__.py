@@ -5,10 +5,9 @@ bias and softplus, head-major, live rows from `ring_start` on), flushes by the s
 cursors alone, so steps of this backend and of the others may alternate. It is chosen by name only.
 
 GDN is refused. FlashInfer's ring kernel for it (`gated_delta_rule_mtp_ucache_flush`) records keys after
-normalisation, log-decays summed up from the checkpoint, and neither `v` nor `beta`; it always has 32 rows
-and cursors by batch row. Its history can't be read by our other steps, by `materialize` or by `compact`, nor
-ours by it, without rewriting the ring at every step; and its fold takes the recorded 16-bit `u`, where ours
-solves for `u` again. For KDA it has no ring kernel.
+normalisation, log-decays summed up from the checkpoint, and `u` in 16 bits, where ours is fp32; it always has
+32 rows and cursors by batch row. Its history can't be read by our other steps, by `materialize` or by
+`compact`, nor ours by it, without rewriting the ring at every step. For KDA it has no ring kernel.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def refuses(call: StepCall) -> str | None:
     """Why this backend does not serve a step; `None` when it does."""
     if call.rule is Rule.GDN:
         return (
-            "FlashInfer's GDN ring holds normalised keys, summed log-decays and no v or beta: neither the "
+            "FlashInfer's GDN ring holds normalised keys, summed log-decays and a 16-bit u: neither the "
             "other backends nor materialize could read it; use backend='auto'"
         )
     if call.rule is Rule.KDA:

@@ -355,12 +355,12 @@ def verify(
     read_k, o = tl.split(tl.permute(tl.reshape(Y, (BV, 2, BT)), (0, 2, 1)))
     keys, queries = tl.split(tl.permute(tl.reshape(X, (2, BT, BK)), (1, 2, 0)))
     v_tile = v + b64 * b_v + token[None, :] * t_v + hv * V + vi[:, None]
-    v_raw = tl.load(v_tile, mask=is_token[None, :] & in_v[:, None], other=0.0)
-    rest = beta_new[None, :] * (v_raw.to(tl.float32) - read_k)
+    values = tl.load(v_tile, mask=is_token[None, :] & in_v[:, None], other=0.0).to(tl.float32)
     U = tl.zeros([BV, BT], tl.float32)
     for s in range(0, count):
         here = t == s
-        u_s = tl.sum(tl.where(here[None, :], rest, 0.0), 1)
+        # What a key recalls is summed up first and taken from the value once, as the recurrence does it.
+        u_s = tl.sum(tl.where(here[None, :], beta_new[None, :] * (values - read_k), 0.0), 1)
         U = tl.where(here[None, :], u_s[:, None], U)
         key = tl.sum(tl.where(here[:, None], keys, 0.0), 0)
         below = tl.sum(tl.where(here[None, :], ancestors.to(tl.float32), 0.0), 1) > 0.5
@@ -376,9 +376,9 @@ def verify(
             fade_s = exponential(tl.sum(tl.where(ancestors & descends[None, :], g_new[None, :], 0.0), 1))
             to_k = tl.sum(keys * key[None, :], 1) * fade_s
             to_q = tl.sum(queries * key[None, :], 1) * fade_s
-        to_k = tl.where(below & (t != s), beta_new * to_k, 0.0)
+        to_k = tl.where(below & (t != s), to_k, 0.0)
         to_q = tl.where(below, to_q, 0.0)
-        rest -= u_s[:, None] * to_k[None, :]
+        read_k += u_s[:, None] * to_k[None, :]
         o += u_s[:, None] * to_q[None, :]
     written = (t < T) if not VARLEN else is_token
     o = tl.where(is_token[None, :], o, 0.0)
