@@ -106,7 +106,7 @@ class RingLayout:
     def allocate(self, slots: int, device: torch.device | str) -> dict[str, torch.Tensor]:
         """The ring's tensors for `slots` sequences, uninitialised: dead rows may hold anything."""
         return {
-            field.name: torch.empty(field.shape(slots, self.rows), dtype=field.dtype, device=device)
+            field.name: torch.zeros(field.shape(slots, self.rows), dtype=field.dtype, device=device)
             for field in self.fields
         }
 
