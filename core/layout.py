@@ -104,7 +104,7 @@ class RingLayout:
         return self.rows * self.record_bytes
 
     def allocate(self, slots: int, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """The ring's tensors for `slots` sequences, uninitialised: dead rows may hold anything."""
+        """The ring's tensors for `slots` sequences, zeros: FlashInfer's kernel does not mask dead rows."""
         return {
             field.name: torch.zeros(field.shape(slots, self.rows), dtype=field.dtype, device=device)
             for field in self.fields

@@ -2,8 +2,8 @@
 
 Mamba-2 goes to `flashinfer.mamba.checkpointing_ssu`. It reads and writes the same ring (`x`, `B`, `dt` after
 bias and softplus, head-major, live rows from `ring_start` on), flushes by the same rule and leaves the
-cursors alone, so steps of this backend and of the others may alternate. It multiplies dead rows by zero: unlike
-for the other backends, no row of the ring may hold NaN or infinity. It is chosen by name only.
+cursors alone, so steps of this backend and of the others may alternate. It multiplies dead rows by zero, so
+that, unlike for the others, no row of the ring may hold NaN or infinity. It is chosen by name only.
 
 GDN is refused. FlashInfer's ring kernel for it (`gated_delta_rule_mtp_ucache_flush`) records keys after
 normalisation, log-decays summed up from the checkpoint, and `u` in 16 bits, where ours is fp32; it always has
