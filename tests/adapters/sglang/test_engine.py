@@ -1,7 +1,7 @@
 """SGLang's own engine on a CPU: the tokens of our trained models with and without the flag.
 
-Scheduler, prefix cache, pools, models and backends are SGLang's; the GPU kernels that they call are written in
-torch, by the plugin in `cpu_engine`.
+Scheduler, prefix cache, pools, models and backends are SGLang's; the GPU kernels that they call are written out
+by the plugin in `cpu_engine`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plugin for tests: the few GPU kernels that SGLang needs to serve a small hybrid model, in torch.
 
-It is found as any plugin is, in every process, and lets SGLang's own engine run on a CPU: its scheduler, radix
-cache, pools and models are untouched. Not fast, and for standard decoding without tensor parallelism only.
+It is found as any plugin is, in every process, and lets SGLang's own engine run on a CPU: its scheduler,
+prefix cache, pools and models are untouched. For standard decoding on one device.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def conv(
     """Convolution of packed sequences `[dim, tokens]`; the last inputs of each are kept in its slot."""
     out, taps = torch.zeros_like(x), weight.shape[1]
     bounds = query_start_loc.tolist()
-    for row, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for row, (first, end) in enumerate(pairwise(bounds)):
         slot = int(cache_indices[row])
         before = conv_states[slot] if bool(has_initial_state[row]) else torch.zeros_like(conv_states[slot])
         joined = torch.cat([before.to(x.dtype), x[:, first:end]], dim=1)
@@ -175,7 +176,7 @@ def chunk_delta(
     """Prefill of a delta rule, token by token; states are read from and written to their slots."""
     out = torch.zeros_like(v)
     bounds = cu_seqlens.tolist()
-    for row, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for row, (first, end) in enumerate(pairwise(bounds)):
         slot = int(initial_state_indices[row])
         S = initial_state[slot].float()
         for t in range(first, end):
@@ -319,7 +320,7 @@ def scan(
     """Prefill of a Mamba-2 layer, token by token; the states behind each sequence."""
     dt = F.softplus(dt.float() + dt_bias.float())
     bounds, states = cu_seqlens.tolist(), []
-    for row, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for row, (first, end) in enumerate(pairwise(bounds)):
         S = x.new_zeros(*x.shape[2:], B.shape[-1], dtype=torch.float32)
         S = S if initial_states is None else initial_states[row].float()
         for t in range(first, end):
