@@ -144,7 +144,7 @@ def budget_rings(original: Original, self: Any, total_rest_memory: float) -> flo
     """Count the rings of each slot in SGLang's memory budget."""
     settings = _settings(self)
     params = getattr(self.mambaish_config, "mamba2_cache_params", None)
-    if settings is None or params is None:
+    if settings is None or params is None or 0 in params.shape.temporal:
         return float(original(self, total_rest_memory))
     gdn = self.hybrid_gdn_config is not None
     rule = Rule.KDA if params.is_kda else Rule.GDN if gdn else Rule.MAMBA2

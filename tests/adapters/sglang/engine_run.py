@@ -2,14 +2,16 @@
 
     python engine_run.py MODEL OPTIONS
 
-OPTIONS are JSON: keyword arguments of SGLang's `Engine`. Prints one line `RESULT {...}`: the output tokens of
-each request and how many of its tokens the prefix cache had.
+OPTIONS are JSON: keyword arguments of SGLang's `Engine`, and `scale`, by which outputs are longer. Prints one
+line `RESULT {...}`: of each request the output tokens, the logarithms of their probabilities, and how many
+tokens the prefix cache had.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 PROMPTS = (
     "The state of a sequence is",
@@ -21,9 +23,10 @@ PROMPTS = (
 )
 
 
-def main(model: str, options: dict[str, object]) -> None:
+def main(model: str, options: dict[str, Any]) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
+    scale = int(options.pop("scale", 1))
     engine = Engine(
         model_path=model,
         device="cpu",
@@ -35,12 +38,13 @@ def main(model: str, options: dict[str, object]) -> None:
         **{"max_running_requests": 4, "max_mamba_cache_size": 24, "max_total_tokens": 1000, **options},
     )
     first = [list(text.encode()) for text in PROMPTS]
-    outputs, cached = [], []
+    outputs, logs, cached = [], [], []
     # The second time prompts go on where a request ended, or in the middle of it.
     for _ in range(2):
-        lengths = [{"max_new_tokens": 12 + 9 * (row % 4), "temperature": 0} for row in range(6)]
-        results = engine.generate(input_ids=first, sampling_params=lengths)
+        lengths = [{"max_new_tokens": scale * (12 + 9 * (row % 4)), "temperature": 0} for row in range(6)]
+        results = engine.generate(input_ids=first, sampling_params=lengths, return_logprob=True)
         outputs += [result["output_ids"] for result in results]
+        logs += [[entry[0] for entry in result["meta_info"]["output_token_logprobs"]] for result in results]
         cached += [result["meta_info"]["cached_tokens"] for result in results]
         pairs = zip(first, results, strict=True)
         first = [
@@ -48,7 +52,7 @@ def main(model: str, options: dict[str, object]) -> None:
             for row, (prompt, result) in enumerate(pairs)
         ]
     engine.shutdown()
-    print("RESULT", json.dumps({"outputs": outputs, "cached": cached}), flush=True)
+    print("RESULT", json.dumps({"outputs": outputs, "logs": logs, "cached": cached}), flush=True)
 
 
 if __name__ == "__main__":

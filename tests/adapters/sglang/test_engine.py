@@ -1,7 +1,7 @@
 """SGLang's own engine on a CPU: the tokens of our trained models with and without the flag.
 
-Scheduler, prefix cache, pools, models and backends are SGLang's; the GPU kernels that they call are written out
-by the plugin in `cpu_engine`.
+Scheduler, prefix cache, pools, models and backends are SGLang's; the GPU kernels that they call come from the
+plugin in `cpu_engine`.
 """
 
 from __future__ import annotations
@@ -73,6 +73,17 @@ def serve(model: Path, **options: Any) -> tuple[dict[str, Any], str]:
     return json.loads(lines[0].removeprefix("RESULT ")), log
 
 
+def assert_same(on: dict[str, Any], off: dict[str, Any]) -> None:
+    """Equal tokens, and equal probabilities but for rounding: a text that repeats itself forgives a lot.
+
+    SGLang keeps the convolution's inputs in bf16, so a last bit may grow to 1e-3; states without their histories
+    are 0.1 off.
+    """
+    assert on["outputs"] == off["outputs"]
+    for here, there in zip(on["logs"], off["logs"], strict=True):
+        assert here == pytest.approx(there, abs=1e-2)
+
+
 @pytest.mark.parametrize("rule", FOLDERS)
 def test_the_same_tokens_with_the_flag(rule: str, tmp_path: Path) -> None:
     """L12, L16, L18: greedy tokens and prefix hits, over prompts that go on from finished requests."""
@@ -81,7 +92,8 @@ def test_the_same_tokens_with_the_flag(rule: str, tmp_path: Path) -> None:
     assert "replayssm:" not in log
     on, log = serve(model, **NO_BUFFER, enable_linear_replayssm=True, linear_replayssm_cache_len=7)
     assert f"replayssm: 6 {rule} layers of SGLang" in log
-    assert on == off
+    assert_same(on, off)
+    assert on["cached"] == off["cached"]
     assert sum(off["cached"]) > 100, "prefixes were shared"
     varied = sum(len(set(tokens)) > 3 for tokens in off["outputs"])
     assert varied > len(off["outputs"]) // 2, "a model that says one thing hides errors"
@@ -97,5 +109,19 @@ def test_mixed_chunks_and_retraction(rule: str, tmp_path: Path) -> None:
     }  # fmt: skip
     off, _ = serve(model, **given)
     on, log = serve(model, **given, enable_linear_replayssm=True, linear_replayssm_cache_len=7)
-    assert on["outputs"] == off["outputs"]
+    assert_same(on, off)
     assert "KV cache pool is full. Retract requests" in log, log[-3000:]
+
+
+@pytest.mark.parametrize("strategy", ["extra_buffer", "extra_buffer_lazy"])
+def test_overlap_and_an_extra_buffer(strategy: str, tmp_path: Path) -> None:
+    """L12, L18: SGLang's default settings; the prefix cache keeps states of decode steps in flight."""
+    model = convert("gdn", tmp_path / "gdn")
+    given = {"mamba_radix_cache_strategy": strategy, "mamba_track_interval": 64, "scale": 5}
+    off, _ = serve(model, max_total_tokens=4000, **given)
+    on, _ = serve(
+        model, max_total_tokens=4000, **given, enable_linear_replayssm=True, linear_replayssm_cache_len=7
+    )
+    assert_same(on, off)
+    assert on["cached"] == off["cached"]
+    assert sum(cached >= 128 for cached in off["cached"]) >= 2, "states that decode steps have left were used"

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+CHUNK = 64
+"""Tokens of a chunk of SGLang's prefill kernels."""
+
 
 def register() -> None:
     """Replace SGLang's GPU kernels by the functions of this module, wherever they have been imported."""
@@ -32,6 +35,11 @@ def register() -> None:
     replace(f"{ops}.attention.fla.fused_norm_gate", "rms_norm_gated", gated_norm_after)
     replace(f"{ops}.mamba.triton_ops", "mamba_chunk_scan_combined", scan)
     replace(f"{ops}.mamba.triton_ops.mamba_ssm", "selective_state_update", ssm_update)
+    replace(f"{ops}.mamba.mamba_state_scatter_triton", "track_mamba_states_all_layers", track)
+    # A CPU has no pinned memory.
+    torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[assignment]
+    platform = import_module("sglang.srt.arg_groups.mamba_hook")
+    platform._platform_supports_mamba_cache_extra_buffer = lambda: True
     # Torch's attention reads keys from the cache, where latent attention keeps latents.
     latent = import_module("sglang.srt.models.deepseek_common.attention_backend_handler")
     latent.AttentionBackendRegistry.register("torch_native", latent._dispatch_mla_subtype)
@@ -172,18 +180,39 @@ def chunk_delta(
     initial_state_indices: torch.Tensor,
     cu_seqlens: torch.Tensor,
     **given: Any,
-) -> tuple[torch.Tensor, None, None]:
-    """Prefill of a delta rule, token by token; states are read from and written to their slots."""
-    out = torch.zeros_like(v)
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    """Prefill of a delta rule, token by token; states are read from and written to their slots.
+
+    Returns:
+        Outputs, and the states before each chunk of each sequence, `[1, chunks, HV, V, K]`.
+    """
+    out, chunks = torch.zeros_like(v), []
     bounds = cu_seqlens.tolist()
     for row, (first, end) in enumerate(pairwise(bounds)):
         slot = int(initial_state_indices[row])
         S = initial_state[slot].float()
         for t in range(first, end):
+            if (t - first) % CHUNK == 0:
+                chunks.append(S)
             S, y = delta_token(S, q[0, t], k[0, t], v[0, t], g[0, t], beta[0, t])
             out[0, t] = y.to(out.dtype)
         initial_state[slot] = S.to(initial_state.dtype)
-    return out, None, None
+    return out, None, torch.stack(chunks)[None]
+
+
+def track(
+    conv: torch.Tensor,
+    ssm: torch.Tensor,
+    slots: torch.Tensor,
+    mask: torch.Tensor,
+    targets: torch.Tensor,
+    *args: Any,
+    **given: Any,
+) -> None:
+    """Copy conv and SSM states `[layers, slots, ...]` of the rows that the prefix cache tracks."""
+    for slot, tracked, target in zip(slots.tolist(), mask.tolist(), targets.tolist(), strict=True):
+        if tracked and slot >= 0 and target >= 0:
+            conv[:, target], ssm[:, target] = conv[:, slot], ssm[:, slot]
 
 
 def packed_delta(
