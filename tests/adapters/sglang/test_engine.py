@@ -76,8 +76,8 @@ def serve(model: Path, **options: Any) -> tuple[dict[str, Any], str]:
 def assert_same(on: dict[str, Any], off: dict[str, Any]) -> None:
     """Equal tokens, and equal probabilities but for rounding: a text that repeats itself forgives a lot.
 
-    SGLang keeps the convolution's inputs in bf16, so a last bit may grow to 1e-3; states without their histories
-    are 0.1 off.
+    SGLang keeps the convolution's inputs in bf16, so a last bit may grow to 1e-3; states without their
+    histories are 0.1 off.
     """
     assert on["outputs"] == off["outputs"]
     for here, there in zip(on["logs"], off["logs"], strict=True):
