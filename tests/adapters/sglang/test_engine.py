@@ -61,7 +61,7 @@ def serve(model: Path, **options: Any) -> tuple[dict[str, Any], str]:
     path = [str(HERE / "stubs"), str(HERE / "cpu_engine"), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
         [sys.executable, str(HERE / "engine_run.py"), str(model), json.dumps(options)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True,
         text=True,
         check=False,
