@@ -94,14 +94,13 @@ def test_an_account_may_be_replaced(model: Any) -> None:
     assert handle.account.steps == 1
 
 
-def test_delta_rules_read_their_raw_records_at_a_flush_only() -> None:
-    """A step reads u, key and decay of each record; a flush the value and beta as well."""
+def test_delta_rules_read_the_same_records_at_a_flush() -> None:
+    """A step reads u, key and decay of each record, whether it flushes or not."""
     model = zoo.BY_NAME["OlmoHybridForCausalLM"].build()
     handle = enable(model, window=2)
     model.generate(zoo.tokens(1, 9), max_new_tokens=4, do_sample=False)
     state = 4 * 8 * 16 * 4
-    steps = (4 * 16 + 2 * 8 + 4) * 4
-    raw = (4 * 16 + 4) * 4
-    read = 3 * state + (0 + 1 + 2) * steps + 2 * raw
-    written = 3 * (steps + raw) + state
+    record = (4 * 16 + 2 * 8 + 4) * 4
+    read = 3 * state + (0 + 1 + 2) * record
+    written = 3 * record + state
     assert (handle.account.read, handle.account.written) == (3 * read, 3 * written)
