@@ -23,9 +23,9 @@ PAD_SLOT = 0
 def allocate_rings(
     layout: RingLayout, layers: int, slots: int, device: torch.device | str
 ) -> dict[str, torch.Tensor]:
-    """The ring tensors of all layers by name, `[layers, slots, heads, R, ...]`, uninitialised."""
+    """The ring tensors of all layers by name, `[layers, slots, heads, R, ...]`, zeros."""
     return {
-        field.name: torch.empty(layers, *field.shape(slots, layout.rows), dtype=field.dtype, device=device)
+        field.name: torch.zeros(layers, *field.shape(slots, layout.rows), dtype=field.dtype, device=device)
         for field in layout.fields
     }
 
