@@ -254,5 +254,11 @@ def line(row: dict[str, Any]) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as a record names it."""
-    return shlex.join(["replayssm", "bench", "kernels", *arguments])
+    """The command as a record names it: of a path, which says more of the machine, the last part."""
+    return shlex.join(["replayssm", "bench", "kernels", *map(bare, arguments)])
+
+
+def bare(argument: str) -> str:
+    """An argument without the folders of an absolute path, `--option=PATH` too."""
+    option, equals, value = argument.rpartition("=")
+    return option + equals + (Path(value).name if Path(value).is_absolute() else value)

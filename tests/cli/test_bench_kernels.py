@@ -21,7 +21,7 @@ from replayssm.cli.bench.contestant import Contestant
 from replayssm.cli.bench.contestants import PEERS, contestants
 from replayssm.cli.bench.measure import Checked, Room, check, measure
 from replayssm.cli.bench.ours import Ours
-from replayssm.cli.bench.run import Message, execute, start_worker
+from replayssm.cli.bench.run import Message, command_line, execute, start_worker
 from replayssm.cli.bench.timing import Bandwidth, Timing, summary
 from replayssm.cli.errors import CommandError
 from replayssm.cli.main import app
@@ -226,6 +226,13 @@ def test_the_fastest_launch_shape_is_kept() -> None:
     assert (row["launch"], row["us"], row["default_us"], row["error"]) == ("wide", 5.0, 8.0, 0.002)
 
 
+def test_a_records_command_has_no_folders_of_a_machine() -> None:
+    arguments = ["--json=/some/where/a.json", "--cases", "gdn-*/b1/*", "--json", "out/b.json"]
+    assert command_line(arguments) == (
+        "replayssm bench kernels --json=a.json --cases 'gdn-*/b1/*' --json out/b.json"
+    )
+
+
 @pytest.mark.usefixtures("tiny_geometries")
 def test_a_run_checks_then_times_and_keeps_every_row(tmp_path: Path) -> None:
     file = tmp_path / "kernels.json"
@@ -236,6 +243,7 @@ def test_a_run_checks_then_times_and_keeps_every_row(tmp_path: Path) -> None:
     assert list(record)[:7] == ["topic", "date", "machine", "gpu", "versions", "commit", "command"]
     assert record["topic"] == "kernels"
     assert record["command"].startswith("replayssm bench kernels --geometry tiny-gdn")
+    assert record["command"].endswith(" --json kernels.json"), "a machine's folders are nobody's business"
     assert record["bandwidth_tbps"] == {"copy": 4.0, "read": 5.0}
     assert len(record["rows"]) == 12
     needed = "case rule geometry batch T window read recurrence impl us bytes bandwidth_fraction flush_share"
