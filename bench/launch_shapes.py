@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gpu_tests import record
@@ -23,6 +24,7 @@ from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.contestant import Setup
 from replayssm.cli.bench.inputs import Inputs
 from replayssm.cli.bench.ours import Ours
+from replayssm.cli.bench.run import bare
 from replayssm.cli.bench.timing import graph_clock, layers
 from replayssm.core import traffic
 from replayssm.kernels import cuda_backend
@@ -68,9 +70,9 @@ def compile_one(job: tuple[Config, str]) -> None:
 
 def time_share(case: Case, units: int, states: torch.Tensor) -> float:
     """Microseconds a layer."""
-    cuda_backend.cut = lambda *_: Cut(units)  # type: ignore[assignment]
     setup = Setup(case, states, Inputs.allocate(case, states.device), "cuda")
-    return graph_clock(Ours(setup), 8).us
+    with patch.object(cuda_backend, "cut", lambda *_: Cut(units)):
+        return graph_clock(Ours(setup), 8).us
 
 
 def main(results: str, table: str = str(TABLE)) -> None:
@@ -91,7 +93,7 @@ def main(results: str, table: str = str(TABLE)) -> None:
             rows.append({"case": case.name, "shape": key, "heads": heads, "units": units, "us": us})
         del states
         torch.cuda.empty_cache()
-    content = record("launch-shapes", " ".join(["bench/launch_shapes.py", *sys.argv[1:]]), rows)
+    content = record("launch-shapes", " ".join(["bench/launch_shapes.py", *map(bare, sys.argv[1:])]), rows)
     Path(results).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     kept = json.loads(Path(table).read_text(encoding="utf-8"))
     kept[torch.cuda.get_device_name()] = fastest(rows)

@@ -21,8 +21,8 @@ from replayssm.core.precision import Precision, Rounding
 
 ENV_PREFIX = "REPLAYSSM_"
 ENV_PATH = "REPLAYSSM_CONFIG"
-ENV_SGLANG = "REPLAYSSM_SGLANG"
-"""Variable that switches the plugin for SGLang off; it is no setting of a run."""
+SWITCHES = ("REPLAYSSM_SGLANG",)
+"""Variables that adapters read before there is a run to configure; no settings."""
 DEFAULT_MAX_DRAFT = 8
 
 
@@ -188,7 +188,7 @@ def _refuse_unknown(names: Iterable[object], what: str) -> None:
 
 
 def _read_env(env: Mapping[str, str]) -> dict[str, str]:
-    known = [*map(_variable, ReplayConfig.model_fields), ENV_PATH, ENV_SGLANG]
+    known = [*map(_variable, ReplayConfig.model_fields), ENV_PATH, *SWITCHES]
     ours = {name: value for name, value in env.items() if name.startswith(ENV_PREFIX) and value}
     for name in ours:
         if name not in known:
@@ -196,20 +196,7 @@ def _read_env(env: Mapping[str, str]) -> dict[str, str]:
                 f"unknown environment variable {name}{nearest(name, known)}: expected one of "
                 f"{', '.join(known)}; correct it or unset it"
             )
-    ours.pop(ENV_SGLANG, None)
-    return ours
-
-
-def sglang_enabled(env: Mapping[str, str]) -> bool:
-    """Whether the plugin for SGLang does anything: `REPLAYSSM_SGLANG`, on unless it says off.
-
-    Raises:
-        ConfigError: it says neither on nor off.
-    """
-    value = env.get(ENV_SGLANG) or "on"
-    if value not in ("on", "off"):
-        raise ConfigError(f"{ENV_SGLANG}: expected 'on' or 'off', got {value!r}; correct it or unset it")
-    return value == "on"
+    return {name: value for name, value in ours.items() if name not in SWITCHES}
 
 
 def _read_file(path: Path) -> dict[str, _Setting]:

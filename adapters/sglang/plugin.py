@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from replayssm.core.config import ENV_SGLANG, sglang_enabled
+from replayssm.adapters.sglang.settings import ENV_SWITCH, switched_on
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ def register() -> None:
         ConfigError: `REPLAYSSM_SGLANG` is neither on nor off.
         SystemExit: this SGLang is too old, and the command line asks for replay.
     """
-    if not sglang_enabled(os.environ):
-        logger.info("replayssm: off, by %s", ENV_SGLANG)
+    if not switched_on(os.environ):
+        logger.info("replayssm: off, by %s", ENV_SWITCH)
         return
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook

@@ -12,13 +12,12 @@ from typing import Any
 
 from replayssm.adapters.sglang import hooks
 from replayssm.adapters.sglang.patch_points import EVERYWHERE, RELIED_ON, SCHEDULER, check, prove_live
-from replayssm.adapters.sglang.settings import OPTIONS, SETTINGS, Options, settle
-from replayssm.core.config import ENV_SGLANG
+from replayssm.adapters.sglang.settings import ENV_SWITCH, OPTIONS, SETTINGS, Options, settle
 
 STEP = "handle_linear_attn_backend"
 """The step of SGLang's resolution that the adapter wraps."""
 
-_STOCK = f"set {ENV_SGLANG}=off for SGLang's own"
+_STOCK = f"set {ENV_SWITCH}=off for SGLang's own"
 
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -7,12 +7,15 @@ arguments to every process that it spawns, so they hold plain values only.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from replayssm.core.config import ConfigError, ReplayConfig
 from replayssm.kernels.registry import NAMES
 
+ENV_SWITCH = "REPLAYSSM_SGLANG"
+"""Variable that switches the plugin off."""
 OPTIONS = "_replayssm_options"
 """Attribute of SGLang's server arguments that holds `Options`."""
 SETTINGS = "_replayssm"
@@ -23,6 +26,18 @@ DEFAULT_CACHE_LEN = 16
 
 SSM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """SGLang's name of each state format."""
+
+
+def switched_on(env: Mapping[str, str]) -> bool:
+    """Whether the plugin does anything: on unless `ENV_SWITCH` says off.
+
+    Raises:
+        ConfigError: it says neither on nor off.
+    """
+    value = env.get(ENV_SWITCH) or "on"
+    if value not in ("on", "off"):
+        raise ConfigError(f"{ENV_SWITCH}: expected 'on' or 'off', got {value!r}; correct it or unset it")
+    return value == "on"
 
 
 @dataclass(frozen=True)

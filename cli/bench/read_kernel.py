@@ -10,7 +10,7 @@ BLOCK = 8192
 
 
 @triton.jit
-def _sum_blocks(source, target, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_blocks(source, target, block: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     values = tl.load(source + index * block + tl.arange(0, block))
     tl.store(target + index, tl.sum(values))

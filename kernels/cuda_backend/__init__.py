@@ -17,7 +17,7 @@ import torch
 from replayssm.core.geometry import Rule
 from replayssm.kernels.checks import is_aligned
 from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Config, Params, missing, program
-from replayssm.kernels.cuda_backend.cut import ONE_WAVE, Cut, cut
+from replayssm.kernels.cuda_backend.cut import ONE_WAVE, cut
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 
@@ -87,15 +87,14 @@ def mamba2_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
-    share: Cut | None = None,
 ) -> torch.Tensor:
-    """See `replayssm.kernels.mamba2_step`; `share` overrides how the work is cut, for measurements."""
+    """See `replayssm.kernels.mamba2_step`."""
     params = Params(softplus=dt_softplus, scale=1.0)
     _rings(params, (("u", x_cache), ("k", B_cache), ("g", dt_cache)))
     inputs = (("q", C, 2), ("k", B, 2), ("v", x, 2), ("g", dt, 1), ("z", z, 2))
     return _step(
         Rule.MAMBA2, params, state, B_cache, ring_start, hist_len, inputs, out,
-        (("A", A), ("D", D), ("dt_bias", dt_bias)), window, index, rand_seed, layer, share,
+        (("A", A), ("D", D), ("dt_bias", dt_bias)), window, index, rand_seed, layer,
     )  # fmt: skip
 
 
@@ -105,12 +104,11 @@ def gdn_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
-    share: Cut | None = None,
 ) -> torch.Tensor:
-    """See `replayssm.kernels.gdn_step`; `share` overrides how the work is cut, for measurements."""
+    """See `replayssm.kernels.gdn_step`."""
     *tensors, scale, use_qk_l2norm = args
     params = Params(scale=scale, l2norm=use_qk_l2norm)
-    return _delta_step(Rule.GDN, params, tensors, window, index, rand_seed, layer, share)
+    return _delta_step(Rule.GDN, params, tensors, window, index, rand_seed, layer)
 
 
 def kda_step(
@@ -119,14 +117,13 @@ def kda_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
-    share: Cut | None = None,
 ) -> torch.Tensor:
-    """See `replayssm.kernels.kda_step`; `share` overrides how the work is cut, for measurements."""
+    """See `replayssm.kernels.kda_step`."""
     *tensors, lower_bound, scale, use_qk_l2norm = args
     params = Params(
         scale=scale, l2norm=use_qk_l2norm, bounded=lower_bound is not None, bound=lower_bound or 0.0
     )
-    return _delta_step(Rule.KDA, params, tensors, window, index, rand_seed, layer, share)
+    return _delta_step(Rule.KDA, params, tensors, window, index, rand_seed, layer)
 
 
 def _delta_step(
@@ -137,7 +134,6 @@ def _delta_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None,
     layer: int,
-    share: Cut | None,
 ) -> torch.Tensor:
     """A step of either delta rule; `tensors` are those of the public functions, in their order."""
     state, u_cache, k_cache, g_cache, ring_start, hist_len = tensors[:6]
@@ -146,7 +142,7 @@ def _delta_step(
     inputs = (("q", q, 2), ("k", k, 2), ("v", v, 2), ("g", g, g.dim() - 2), ("beta", beta, 1))
     return _step(
         rule, params, state, k_cache, ring_start, hist_len, inputs, out,
-        (("A", A_log), ("D", None), ("dt_bias", dt_bias)), window, index, rand_seed, layer, share,
+        (("A", A_log), ("D", None), ("dt_bias", dt_bias)), window, index, rand_seed, layer,
     )  # fmt: skip
 
 
@@ -164,7 +160,6 @@ def _step(
     index: StepIndex,
     rand_seed: torch.Tensor | None,
     layer: int,
-    share: Cut | None,
 ) -> torch.Tensor:
     """One launch over the rows of `index`."""
     if index.cu_seqlens is not None:
@@ -210,7 +205,7 @@ def _step(
     params.R, params.L, params.T, params.B = R, window, tokens, batch
     params.pad_slot, params.layer = index.pad_slot_id, layer
     compiled = next(n for n in (1, 4, 8, 16) if tokens <= n)
-    share = share or cut(rule, V, compiled, batch * HV, _gpu(out.device))
+    share = cut(rule, V, compiled, batch * HV, _gpu(out.device))
     config = Config(
         rule, V, HV // H, state.dtype, compiled,
         2 if window <= 16 else 4, share.units, rand_seed is not None,

@@ -430,7 +430,7 @@ struct Seat {  // a row in its turn, where rows take turns with its slot and cur
 
 DEVICE bool takes_turns(const Params& p) { return DELTA && p.turns; }
 
-// The row that this program serves. Rows that flush take several times as long as others, so they are spread
+// The row that this program serves. Rows that flush take longer than others, so they are spread
 // over the first three quarters of the grid. Which rows count as such is a guess that all programs share
 // (every row has T tokens); what a row computes does not depend on it.
 DEVICE Seat seat_in_turn(const Params& p, int lane) {
@@ -917,9 +917,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     const float one_beta = shuffle(beta, 0);
     const float answer = own * (DELTA ? column_norm[0] * column_norm[COLUMNS - 1] : shuffle(gate, 0)) + skip;
 #else
-    // tokens upon tokens: the triangular system's inverse less the identity, since tensor cores cut sums off,
-    // and what outputs take of its right side,
-    // as operands: [token 8 s + g][token 8 j + 2c + n]
+    // tokens upon tokens, as operands [token 8 s + g][token 8 j + 2c + n]: the triangular system's inverse
+    // less the identity, since tensor cores cut sums off, and what outputs take of its right side
     float solve_b[TILES][TILES][2], reply_b[TILES][TILES][2], token_beta[TILES][2];
     float* const solve = (float*)(shared_memory + AT_SOLVE);
     float* const reply = (float*)(shared_memory + AT_REPLY);

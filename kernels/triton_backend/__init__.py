@@ -82,15 +82,14 @@ def mamba2_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
-    launch: Shape | None = None,
 ) -> torch.Tensor:
-    """See `replayssm.kernels.mamba2_step`; `launch` overrides the launch shape, for measurements."""
+    """See `replayssm.kernels.mamba2_step`."""
     H, P, N = state.shape[1:]
     G, R = B_cache.shape[1:3]
     batch, tokens = index.rows_and_tokens((x.shape[0], x.shape[1]))
     x, B, C, dt = _dense(x), _dense(B), _dense(C), _dense(dt, 1)
     z = None if z is None else _dense(z)
-    use = launch or shape(P, False, batch * H, tokens)
+    use = shape(P, False, batch * H, tokens)
     inputs = (x, dt, B, C, out, x if z is None else z)
     constants: dict[str, Any] = {
         "H": H, "G": G, "P": P, "N": N, "BP": use.rows, **_cut("NN", "NI", N),
@@ -112,11 +111,10 @@ def gdn_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
-    launch: Shape | None = None,
 ) -> torch.Tensor:
-    """See `replayssm.kernels.gdn_step`; `launch` overrides the launch shape, for measurements."""
+    """See `replayssm.kernels.gdn_step`."""
     *tensors, scale, use_qk_l2norm = args
-    return _delta_step(tensors, None, scale, use_qk_l2norm, False, window, index, rand_seed, layer, launch)
+    return _delta_step(tensors, None, scale, use_qk_l2norm, False, window, index, rand_seed, layer)
 
 
 def kda_step(
@@ -125,13 +123,10 @@ def kda_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
-    launch: Shape | None = None,
 ) -> torch.Tensor:
-    """See `replayssm.kernels.kda_step`; `launch` overrides the launch shape, for measurements."""
+    """See `replayssm.kernels.kda_step`."""
     *tensors, lower_bound, scale, use_qk_l2norm = args
-    return _delta_step(
-        tensors, lower_bound, scale, use_qk_l2norm, True, window, index, rand_seed, layer, launch
-    )
+    return _delta_step(tensors, lower_bound, scale, use_qk_l2norm, True, window, index, rand_seed, layer)
 
 
 def _delta_step(
@@ -144,7 +139,6 @@ def _delta_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None,
     layer: int,
-    launch: Shape | None,
 ) -> torch.Tensor:
     """A step of either delta rule; `tensors` are those of the public functions, in their order."""
     state, u_cache, k_cache, g_cache, ring_start, hist_len = tensors[:6]
@@ -154,7 +148,7 @@ def _delta_step(
     batch, tokens = index.rows_and_tokens((q.shape[0], q.shape[1]))
     q, k, v = _dense(q), _dense(k), _dense(v)
     g, beta = _dense(g, 2 if per_channel else 1), _dense(beta, 1)
-    use = launch or shape(V, per_channel, batch * HV, tokens)
+    use = shape(V, per_channel, batch * HV, tokens)
     constants: dict[str, Any] = {
         "HV": HV, "H": H, "V": V, "K": K, "BV": use.rows, **_cut("NK", "KI", K),
         "PER_CHANNEL": per_channel, "L2NORM": use_qk_l2norm, "RAW": A_log is not None,

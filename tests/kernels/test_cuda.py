@@ -156,8 +156,8 @@ def test_raw_gates(rule: str) -> None:
         outputs = []
         for backend in ("cuda", "torch"):
             out = run_step(layer, walk.cache, inputs, StepIndex(), backend=backend, **option)
-            recorded = layer.rings["dt_cache" if rule == "mamba2" else "g_cache"][:, :, :2].clone()
-            outputs.append((out, recorded))
+            computed = ("dt_cache",) if rule == "mamba2" else ("g_cache", "u_cache")
+            outputs.append((out, *(layer.rings[name][:2, :, :2].clone() for name in computed)))
         for mine, other in zip(*outputs, strict=True):
             close = 4e-6 if other.dtype is torch.float32 else torch.finfo(other.dtype).eps
             torch.testing.assert_close(mine, other, rtol=close, atol=4e-6 * other.abs().max().item())

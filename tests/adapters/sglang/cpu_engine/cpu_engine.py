@@ -31,13 +31,13 @@ def register() -> None:
     replace(f"{ops}.attention.triton_gdn_fused_proj", "fused_qkvzba_split_reshape_cat_contiguous", unpack)
     replace(f"{ops}.attention.fla.layernorm_gated", "layernorm_fn", gated_norm)
     replace(f"{ops}.attention.fla.kda", "chunk_kda", chunk_kda)
-    replace(f"{ops}.attention.fla.fused_recurrent", "fused_recurrent_kda_packed_decode", packed_kda)
+    replace(f"{ops}.attention.fla.fused_recurrent", "fused_recurrent_kda_packed_decode", packed_decode)
     replace(f"{ops}.attention.fla.fused_norm_gate", "rms_norm_gated", gated_norm_after)
     replace(f"{ops}.mamba.triton_ops", "mamba_chunk_scan_combined", scan)
     replace(f"{ops}.mamba.triton_ops.mamba_ssm", "selective_state_update", ssm_update)
     replace(f"{ops}.mamba.mamba_state_scatter_triton", "track_mamba_states_all_layers", track)
     # A CPU has no pinned memory.
-    torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda self, *args: self
     platform = import_module("sglang.srt.arg_groups.mamba_hook")
     platform._platform_supports_mamba_cache_extra_buffer = lambda: True
     # Torch's attention reads keys from the cache, where latent attention keeps latents.
@@ -49,9 +49,8 @@ def register() -> None:
         setattr(mixers, f"causal_conv1d_update{suffix}", conv_update)
     replace(f"{ops}.elementwise.elementwise", "fused_sigmoid_mul", sigmoid_mul)
     replace(f"{ops}.attention.fla.chunk", "chunk_gated_delta_rule", chunk_delta)
-    replace(
-        f"{ops}.attention.fla.fused_recurrent", "fused_recurrent_gated_delta_rule_packed_decode", packed_delta
-    )
+    packed = "fused_recurrent_gated_delta_rule_packed_decode"
+    replace(f"{ops}.attention.fla.fused_recurrent", packed, packed_decode)
 
 
 def replace(module: str, name: str, function: Any) -> None:
@@ -215,46 +214,6 @@ def track(
             conv[:, target], ssm[:, target] = conv[:, slot], ssm[:, slot]
 
 
-def packed_delta(
-    *,
-    mixed_qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    initial_state: torch.Tensor,
-    out: torch.Tensor,
-    ssm_state_indices: torch.Tensor,
-    **given: Any,
-) -> None:
-    """A conventional decode step of Gated DeltaNet."""
-    g, beta = gdn_gating(A_log, a, b, dt_bias)
-    packed_step(mixed_qkv, g[0], beta[0], initial_state, out, ssm_state_indices)
-
-
-def packed_step(
-    mixed_qkv: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    states: torch.Tensor,
-    out: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    """A conventional decode step of a delta rule with finished gates."""
-    _, HV, V, K = states.shape
-    q, k, v = mixed_qkv.split([(mixed_qkv.shape[1] - HV * V) // 2] * 2 + [HV * V], dim=-1)
-    for row, slot in enumerate(slots.tolist()):
-        S, y = delta_token(
-            states[slot].float(),
-            q[row].view(-1, K),
-            k[row].view(-1, K),
-            v[row].view(HV, V),
-            g[row],
-            beta[row],
-        )
-        states[slot], out[row, 0] = S.to(states.dtype), y.to(out.dtype)
-
-
 def kda_gates(
     a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,7 +243,7 @@ def chunk_kda(
     return out
 
 
-def packed_kda(
+def packed_decode(
     *,
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
@@ -297,10 +256,23 @@ def packed_kda(
     lower_bound: float | None = None,
     **given: Any,
 ) -> None:
-    """A conventional decode step of Kimi Delta Attention."""
-    _, HV, _, K = initial_state.shape
-    g, beta = kda_gates(a.view(-1, HV, K), b, A_log, dt_bias, lower_bound)
-    packed_step(mixed_qkv, g, beta, initial_state, out, ssm_state_indices)
+    """A conventional decode step of a delta rule; KDA's raw gate `a` has a value for each key channel."""
+    _, HV, V, K = initial_state.shape
+    if a.numel() == b.numel():
+        g, beta = (gate[0] for gate in gdn_gating(A_log, a, b, dt_bias))
+    else:
+        g, beta = kda_gates(a.view(-1, HV, K), b, A_log, dt_bias, lower_bound)
+    q, k, v = mixed_qkv.split([(mixed_qkv.shape[1] - HV * V) // 2] * 2 + [HV * V], dim=-1)
+    for row, slot in enumerate(ssm_state_indices.tolist()):
+        S, y = delta_token(
+            initial_state[slot].float(),
+            q[row].view(-1, K),
+            k[row].view(-1, K),
+            v[row].view(HV, V),
+            g[row],
+            beta[row],
+        )
+        initial_state[slot], out[row, 0] = S.to(initial_state.dtype), y.to(out.dtype)
 
 
 def gated_norm_after(

@@ -10,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from typing import Any
+from typing import Any, ClassVar
 
 __version__ = "0.0.0"
 
@@ -28,7 +28,7 @@ def anything(name: str) -> Any:
 
 
 class _Module(types.ModuleType):
-    __path__: list[str] = []  # noqa: RUF012
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         return anything(name)
