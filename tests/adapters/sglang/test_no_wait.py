@@ -1,0 +1,53 @@
+"""A decode step waits for nothing (L21): SGLang's `_forward_raw` with replay, as on an accelerator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from replayssm.core import rows
+from tests.adapters.sglang.engine import RULES
+from tests.adapters.sglang.test_decode import WINDOW, start
+from tests.support import NoReadBack
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["rows known", "mask on the device"])
+@pytest.mark.parametrize("rule", RULES)
+def test_decode_reads_nothing_back(
+    rule: str, on_host: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and flushes, with a padded row and a row whose state the prefix cache keeps.
+
+    Left out is SGLang's preparation of a step, which without a CUDA graph reads the mask of such rows.
+    """
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend as backend
+
+    for kernel in ("track_mamba_states_all_layers", "track_mamba_states_if_needed"):
+        monkeypatch.setattr(backend, kernel, lambda *args, **given: None)
+    monkeypatch.setattr(rows, "may_read_back", lambda tensor: False)
+    engine = start(rule, tmp_path)
+    sglangs = engine.backend.init_forward_metadata
+
+    def prepare(forward_batch: Any) -> None:
+        with _disable_current_modes():
+            sglangs(forward_batch)
+
+    monkeypatch.setattr(engine.backend, "init_forward_metadata", prepare)
+    generator = torch.Generator().manual_seed(2)
+    requests, slots, target = [1, 2, 3], torch.tensor([3, 5, 2]), 4
+    engine.slots.req_index_to_mamba_index_mapping[requests] = slots.int()
+    tokens = [engine.draw(4, generator) for _ in range(WINDOW + 1)]
+    mask = [False, True, False, False]
+    tracked = {
+        "mamba_track_mask": torch.tensor(mask),
+        "mamba_track_indices": torch.tensor([-1, target, -1, -1]),
+    }
+    with NoReadBack():
+        for step in tokens:
+            engine.decode([*requests, 0], step, mask if on_host else None, **tracked)
+    for slot in (*slots.tolist(), target):
+        assert engine.states[:, slot].abs().amax() > 0, "no flush and no snapshot was seen"
