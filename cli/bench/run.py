@@ -254,7 +254,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as a record names it: of a path, which says more of the machine, the last part."""
+    """The command as a record names it: of an absolute path only the name, since folders are a machine's."""
     return shlex.join(["replayssm", "bench", "kernels", *map(bare, arguments)])
 
 
