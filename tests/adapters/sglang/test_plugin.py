@@ -16,8 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from replayssm.adapters.sglang import hooks, patch_points, plugin, resolution, settings
-from replayssm.adapters.sglang.patch_points import EVERYWHERE, RELIED_ON, SCHEDULER, Incompatible, PatchPoint
+from replayssm.adapters.sglang import hooks, patch_points, plugin, resolution, served, settings
+from replayssm.adapters.sglang.patch_points import (
+    EVERYWHERE,
+    RELIED_ON,
+    SCHEDULER,
+    SPECULATION,
+    Incompatible,
+    PatchPoint,
+)
 from replayssm.core.config import ConfigError
 from tests.adapters.sglang.engine import RULES, Engine, server_args, write_model
 
@@ -62,7 +69,7 @@ def test_options_in_a_fresh_process(model: Path) -> None:
     found, text = process(
         model, "--enable-linear-replayssm", "--replayssm-window", "8", REPLAYSSM_BACKEND="torch"
     )
-    assert found == [{"window": 8, "backend": "torch"}, False], text
+    assert found == [{"window": 8, "backend": "torch", "speculation": False}, False], text
 
 
 @pytest.mark.parametrize(
@@ -80,9 +87,9 @@ def test_sglang_alone(model: Path, arguments: tuple[str, ...], environment: Any,
 
 
 def test_a_refusal_ends_the_process(model: Path) -> None:
-    found, text = process(model, "--enable-linear-replayssm-spec", "--speculative-algorithm", "NEXTN")
+    found, text = process(model, "--enable-linear-replayssm-spec")
     assert found is None
-    assert "ValueError: replayssm does not serve speculation with SGLang yet" in text
+    assert "ValueError: --enable-linear-replayssm-spec without --speculative-algorithm" in text
 
 
 def resolved(model: Path, **options: Any) -> Any:
@@ -108,8 +115,8 @@ def test_precision_decides_sglangs_states(model: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_linear_replayssm_spec": True}, "does not serve speculation with SGLang yet"),
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm can't be used together"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM verifies drafts: add"),
+        ({"enable_linear_replayssm_spec": True}, "without --speculative-algorithm verifies nothing"),
         ({"enable_unified_memory": True}, "slots of states move"),
         ({"enable_pdmux": True}, "no moment at which rings can be emptied"),
         ({"linear_attn_decode_backend": "cutedsl"}, "expected --linear-attn-decode-backend triton"),
@@ -172,13 +179,14 @@ def test_the_off_switch_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_patch_point_fits_the_installed_sglang() -> None:
-    patch_points.check((*EVERYWHERE, *SCHEDULER, *RELIED_ON))
+    patch_points.check((*EVERYWHERE, *SCHEDULER, *SPECULATION, *RELIED_ON))
 
 
 def test_every_patch_point_has_its_hook() -> None:
-    wrapped = {point.hook for point in (*EVERYWHERE, *SCHEDULER)}
-    assert all(callable(getattr(hooks, name)) for name in wrapped)
-    assert len(wrapped) == len(EVERYWHERE) + len(SCHEDULER)
+    points = (*EVERYWHERE, *SCHEDULER, *SPECULATION)
+    wrapped = {point.hook for point in points}
+    assert all(callable(hooks.by_name()[name]) for name in wrapped)
+    assert len(wrapped) == len(points)
     assert all(point.hook == "" for point in RELIED_ON)
 
 
@@ -240,7 +248,7 @@ def test_without_the_flag_pools_are_sglangs_own(rule: str, tmp_path: Path) -> No
     pool = engine.slots.mamba_pool
     assert not hasattr(pool, "_replayssm")
     assert list(pool._slot_siblings) == []
-    assert hooks._layer_of(engine.states[0]) is None
+    assert served.layer_of(engine.states[0]) is None
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -257,6 +265,7 @@ def test_rings_are_in_the_budget(rule: str, tmp_path: Path) -> None:
         hybrid_gdn_config=hybrid_gdn_config(engine.runner.model_config),
         model_dtype=engine.runner.dtype,
         extra_mamba_cache_bytes_per_req=7,
+        spec_algorithm=None,
     )
     seen = []
 
@@ -286,8 +295,9 @@ def test_a_model_without_recurrent_layers_is_refused() -> None:
         hooks.require_rings(lambda *given: object(), runner, None)
 
 
-def test_the_step_that_is_wrapped_exists() -> None:
+def test_the_steps_that_are_wrapped_exist() -> None:
     from sglang.srt.arg_groups import pipeline, resolution_hooks
 
-    assert resolution.STEP in resolution_hooks._OVERRIDABLE_HOOKS
-    assert resolution.STEP in Path(pipeline.__file__).read_text()
+    for step in (resolution.STEP, resolution.SPECULATION_STEP):
+        assert step in resolution_hooks._OVERRIDABLE_HOOKS
+        assert step in Path(pipeline.__file__).read_text()

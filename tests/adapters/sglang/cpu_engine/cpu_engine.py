@@ -111,6 +111,15 @@ def conv_update(
     return activate(y if bias is None else y + bias, activation)
 
 
+def fill_parents(parents: torch.Tensor, children: torch.Tensor, siblings: torch.Tensor) -> None:
+    """Parent of each node of draft trees, `[B, T]`, from first child and next sibling; the root's is 0."""
+    parents.zero_()
+    nodes = torch.arange(parents.shape[1], device=parents.device)
+    for node in range(parents.shape[1]):
+        parents.copy_(torch.where(nodes == children[:, node, None], node, parents))
+        parents.copy_(torch.where(nodes == siblings[:, node, None], parents[:, node, None], parents))
+
+
 def unpack(
     mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, H: int, HV: int, K: int, V: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
