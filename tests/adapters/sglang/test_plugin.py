@@ -129,6 +129,71 @@ def test_refusals(model: Path, options: dict[str, Any], message: str) -> None:
         resolved(model, **{"enable_linear_replayssm": True, **options})
 
 
+SPEC = {"enable_linear_replayssm_spec": True, "speculative_algorithm": "NGRAM", "linear_replayssm_cache_len": 12}
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        ({"linear_attn_verify_backend": "flashinfer"}, {}, "expected --linear-attn-verify-backend triton"),
+        ({"linear_replayssm_cache_len": 11}, {}, "may accept 12 tokens, and the window is 11"),
+        ({"speculative_algorithm": "FROZEN_KV_MTP"}, {}, "FROZEN_KV_MTP: its commits do not end where"),
+        ({}, {"SGLANG_ENABLE_PP_SPEC": "1"}, "SGLANG_ENABLE_PP_SPEC: drafts are committed after the next"),
+        ({}, {"SGLANG_RAGGED_VERIFY_MODE": "compact"}, "expected static, got compact"),
+        ({"enable_unified_memory": True}, {}, "slots of states move"),
+    ],
+    ids=["backend", "window", "algorithm", "pipeline", "ragged", "unified memory"],
+)
+def test_refusals_with_speculation(
+    model: Path,
+    options: dict[str, Any],
+    environment: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """L20: refused at start, not in the middle of a run."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        resolved(model, **{**SPEC, **draft_model(model), **options})
+
+
+def draft_model(model: Path) -> dict[str, Any]:
+    return {"speculative_draft_model_path": str(model), "speculative_num_steps": 3, "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 12}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "drafts", "path"),
+    [
+        ({"speculative_num_draft_tokens": 12}, 12, 12),
+        ({"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}, 4, 4),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, 16, 4),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_adaptive": True}, 8, 8),
+    ],
+    ids=["n-gram", "NEXTN", "tree", "adaptive"],
+)
+def test_lengths_of_drafts(model: Path, options: dict[str, Any], drafts: int, path: int) -> None:
+    """The longest draft, and of an EAGLE tree its longest path, decide on rings and window."""
+    eagle = {**draft_model(model), "speculative_num_draft_tokens": 16}
+    args = resolved(model, **{**SPEC, **(eagle if "speculative_eagle_topk" in options else {}), **options})
+    found = getattr(pickle.loads(pickle.dumps(args)), settings.SETTINGS)
+    assert found == settings.Settings(12, "auto", None, True, drafts, path)
+    resolved_args = args.resolved_dict()
+    assert resolved_args["replayssm"]["speculation"] is True
+    for name in ("enable_linear_replayssm", "enable_linear_replayssm_spec"):
+        assert resolved_args[name] is False, "SGLang's own replay is off"
+    assert resolved_args["linear_attn_verify_backend"] == "triton"
+
+
+def test_longer_drafts_than_resolved_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import runtime_context
+
+    monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: 13)
+    with pytest.raises(Incompatible, match="expected drafts of at most 12 tokens.* got 13"):
+        Engine.start("gdn", model, **SPEC)
+
+
 @pytest.mark.parametrize("field", [field for field, _, _ in resolution._REFUSED])
 def test_every_refusal_says_why(field: str) -> None:
     from sglang.srt.server_args import ServerArgs
