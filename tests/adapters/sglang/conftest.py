@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.sglang.cpu_engine.cpu_engine import fill_parents
+from tests.adapters.sglang.cpu_engine.cpu_speculation import fill_parents
 
 if find_spec("sglang") is None:
     assert "EXPECT_SGLANG" not in os.environ, "ci/sglang.sh runs these tests and SGLang can't be found"

@@ -129,7 +129,11 @@ def test_refusals(model: Path, options: dict[str, Any], message: str) -> None:
         resolved(model, **{"enable_linear_replayssm": True, **options})
 
 
-SPEC = {"enable_linear_replayssm_spec": True, "speculative_algorithm": "NGRAM", "linear_replayssm_cache_len": 12}
+SPEC = {
+    "enable_linear_replayssm_spec": True,
+    "speculative_algorithm": "NGRAM",
+    "linear_replayssm_cache_len": 12,
+}
 
 
 @pytest.mark.parametrize(
@@ -159,8 +163,12 @@ def test_refusals_with_speculation(
 
 
 def draft_model(model: Path) -> dict[str, Any]:
-    return {"speculative_draft_model_path": str(model), "speculative_num_steps": 3, "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": 12}  # fmt: skip
+    return {
+        "speculative_draft_model_path": str(model),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 12,
+    }
 
 
 @pytest.mark.parametrize(
@@ -190,7 +198,7 @@ def test_longer_drafts_than_resolved_are_refused(model: Path, monkeypatch: pytes
     from sglang.srt import runtime_context
 
     monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: 13)
-    with pytest.raises(Incompatible, match="expected drafts of at most 12 tokens.* got 13"):
+    with pytest.raises(Incompatible, match=r"expected drafts of at most 12 tokens.* got 13"):
         Engine.start("gdn", model, **SPEC)
 
 
