@@ -35,12 +35,12 @@ class Accepted(NamedTuple):
     """What a verification step accepted of draft trees.
 
     Attributes:
-        index: `[B, A]` int, accepted nodes in order, numbered through the batch; negative behind the last.
+        path: `[B, A]` int, accepted nodes in order, numbered through the batch; negative behind the last.
         lens: `[B]` int, how many.
         nodes: nodes of each tree.
     """
 
-    index: torch.Tensor
+    path: torch.Tensor
     lens: torch.Tensor
     nodes: int
 

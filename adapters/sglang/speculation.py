@@ -164,9 +164,9 @@ def _tree_path(pool: ReplayPool) -> tuple[torch.Tensor, torch.Tensor]:
             "replayssm: expected the accepted nodes of draft trees, by commit_mamba_states_after_verify, got "
             "the last nodes alone; use --speculative-eagle-topk 1"
         )
-    index, lens, nodes = pool.accepted
-    first = torch.arange(0, len(index) * nodes, nodes, dtype=index.dtype, device=index.device)
-    return index - first[:, None], lens
+    path, lens, nodes = pool.accepted
+    first = torch.arange(0, len(path) * nodes, nodes, dtype=path.dtype, device=path.device)
+    return path - first[:, None], lens
 
 
 def roll_back_convolution(original: Original, mamba_caches: Any, *args: Any, **given: Any) -> None:
