@@ -1,0 +1,152 @@
+"""`replayssm bench e2e` without an engine: what is started, what a run keeps, how a step's time is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from replayssm.cli.bench import e2e, sglang_engine
+from replayssm.cli.errors import CommandError
+from replayssm.cli.main import app
+
+Orders = dict[str, Any]
+TIMES = {"off": 12.5, "stock": 11.0, "on": 10.0}
+
+
+class Engines:
+    """Stands for `start_engine`: times by way, and what was asked for."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.started: list[tuple[Orders, dict[str, str]]] = []
+        self.failing = failing
+
+    def __call__(self, orders: Orders, environment: Mapping[str, str]) -> Iterator[Orders]:
+        self.started.append((orders, dict(environment)))
+        replay = any(argument in e2e.FLAGS for argument in orders["arguments"])
+        way = "off" if not replay else "stock" if environment["REPLAYSSM_SGLANG"] == "off" else "on"
+        yield {"kind": "facts", "gpu": "a GPU", "versions": {"sglang": "0.5.23"}}
+        if way == self.failing:
+            yield {"kind": "failed", "reason": "status 1: out of memory"}
+            return
+        for batch in orders["batches"]:
+            yield {"kind": "row", "batch": batch, "T": 1, "step_ms": TIMES[way] * batch, "max_requests": 64}
+
+
+def run(*arguments: str, engines: Engines | None = None) -> tuple[list[str], Engines]:
+    said: list[str] = []
+    engines = engines or Engines()
+    e2e.main(["--model", "models/qwen", *arguments], said.append, engines)
+    return said, engines
+
+
+def test_every_way_gets_the_same_arguments_but_the_flag(tmp_path: Path) -> None:
+    file = tmp_path / "e2e.json"
+    said, engines = run("--batch", "1,8", "--json", str(file), "--", "--load-format", "dummy")
+    given = ["--model-path", "models/qwen", "--load-format", "dummy"]
+    assert [orders["arguments"] for orders, _ in engines.started] == [
+        given, [*given, "--enable-linear-replayssm"], [*given, "--enable-linear-replayssm"],
+    ]  # fmt: skip
+    assert [environment["REPLAYSSM_SGLANG"] for _, environment in engines.started] == ["on", "off", "on"]
+    assert said[-1].splitlines()[2].split() == ["qwen", "1", "8", "100.00", "88.00", "80.00", "1.25", "1.10"]
+    record = json.loads(file.read_text())
+    assert record["topic"] == "e2e-sglang"
+    assert record["gpu"] == "a GPU"
+    assert record["command"].startswith("replayssm bench e2e --model models/qwen --batch 1,8")
+    assert [(row["mode"], row["batch"], row["step_ms"]) for row in record["rows"]][-1] == ("on", 8, 80.0)
+    assert {row["model"] for row in record["rows"]} == {"qwen"}
+
+
+def test_speculation_has_its_own_flag() -> None:
+    _, engines = run("--ways", "on", "--", "--speculative-algorithm", "NEXTN")
+    assert engines.started[0][0]["arguments"][-1] == "--enable-linear-replayssm-spec"
+
+
+def test_a_failed_engine_leaves_the_others_figures(tmp_path: Path) -> None:
+    file = tmp_path / "e2e.json"
+    said, _ = run("--batch", "4", "--json", str(file), engines=Engines(failing="stock"))
+    record = json.loads(file.read_text())
+    assert [row["mode"] for row in record["rows"]] == ["off", "on"]
+    assert record["failed"] == [{"model": "qwen", "mode": "stock", "reason": "status 1: out of memory"}]
+    assert any("out of memory" in line for line in said)
+
+
+def test_no_figure_at_all_is_an_error() -> None:
+    with pytest.raises(CommandError, match="no engine gave a figure"):
+        run("--ways", "off", engines=Engines(failing="off"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ways", "fast"], "unknown way 'fast'"),
+        (["--batch", "0"], "at least 1"),
+        (["--output", "1"], "outputs of at least 2"),
+        (["--json", "nowhere/x.json"], "no folder nowhere"),
+        (["--", "--enable-linear-replayssm"], "is set by the way"),
+    ],
+)
+def test_wrong_options(arguments: list[str], message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        run(*arguments)
+
+
+def test_the_command_reaches_it() -> None:
+    result = CliRunner().invoke(app, ["bench", "e2e", "--model", "m", "--ways", "fast"])
+    assert result.exit_code == 2
+    assert "unknown way" in result.output
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here SGLang is missing, or the orders are: a process that fails is told with the end of its log."""
+    monkeypatch.setenv("PYTHONPATH", "")
+    [message] = [m for m in e2e.start_engine({"arguments": []}, {}) if m["kind"] == "failed"]
+    assert message["reason"].startswith("status 1: ")
+    assert "Error" in message["reason"]
+
+
+class Server:
+    """A clock and an engine: so many seconds of a prompt and of a step."""
+
+    def __init__(self, rounds: float = 1.0) -> None:
+        self.now, self.rounds = 0.0, rounds
+        self.asked: list[tuple[int, int]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def generate(self, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
+        steps = int((count - 1) * self.rounds)
+        self.now += 0.5 + 0.01 * steps
+        self.asked.append((len(prompts), count))
+        info = {"completion_tokens": count, "cached_tokens": 1000}
+        if self.rounds != 1.0:
+            info["spec_verify_ct"] = steps
+        return [info for _ in prompts]
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    return [[7] * length for _ in range(count)]
+
+
+@pytest.mark.parametrize(("rounds", "accepted"), [(1.0, 1.0), (0.5, 2.0)])
+def test_prefill_is_taken_off(rounds: float, accepted: float) -> None:
+    server = Server(rounds)
+    orders = {"input": 16, "output": 129, "replays": 3}
+    row = sglang_engine.step_times(server.generate, prompts, orders, 4, 1, server.clock)
+    assert row["step_ms"] == pytest.approx(10.0)
+    assert row["accept_length"] == pytest.approx(accepted)
+    assert row["tokens_per_s"] == pytest.approx(4 * 128 / (0.01 * 128 * rounds), rel=1e-3)
+    assert row["first_token_ms"] == pytest.approx(500.0)
+    assert server.asked == [(4, 8), *[(4, 1), (4, 129)] * 3]
+
+
+def test_first_token_behind_a_cached_prefix() -> None:
+    server = Server()
+    row = sglang_engine.first_token(server.generate, prompts, {"prefix": 1000, "replays": 2}, 1, server.clock)
+    assert row["prefix_first_token_ms"] == pytest.approx(500.0)
+    assert (row["cached_tokens"], row["prefix_tokens"], row["replays"]) == (1000, 1000, 8)
