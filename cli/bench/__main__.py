@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from replayssm.cli.bench import e2e, kernels
 from replayssm.cli.errors import CommandError
 
-COMMANDS = {"kernels": kernels.main, "e2e": e2e.main}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"kernels": kernels.main, "e2e": e2e.main}
 
 
 def _run(arguments: list[str]) -> int:

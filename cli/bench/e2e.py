@@ -1,7 +1,7 @@
 """`replayssm bench e2e`: decode step times of an engine's own server, with replay and without, in one run.
 
-Each way of serving is a process of its own, `sglang_engine`, that starts the engine, times it and ends. All
-ways get the same model and the same arguments of the engine, so that only replay differs.
+Each way of serving is a process of its own, `sglang_engine`, that starts the engine and times it on request.
+All ways get the same model and the same arguments of the engine, so that only replay differs.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from platform import platform
-from tempfile import TemporaryFile
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 
 from replayssm.cli.bench import table
 from replayssm.cli.bench.run import bare
@@ -35,10 +37,32 @@ BATCHES = (1, 8, 32, 128, 256, 512)
 FLAGS = ("--enable-linear-replayssm", "--enable-linear-replayssm-spec")
 LOG_LINES = 15
 """Of an engine's log, printed where it failed."""
+PATIENCE = 60.0
+"""Seconds that an engine may take to end."""
 
 Message = dict[str, Any]
-Start = Callable[[Message, Mapping[str, str]], Iterator[Message]]
-"""Starts an engine with orders and further environment; yields its messages."""
+
+
+class EngineFailed(Exception):
+    """An engine ended with an error; says with what status, and the end of its log."""
+
+
+class Engine(Protocol):
+    """An engine in a process of its own, which is starting from its construction on."""
+
+    def ask(self, **order: Any) -> Message:
+        """Its answer to an order, once it has started; see `sglang_engine`.
+
+        Raises:
+            EngineFailed: it has ended.
+        """
+
+    def end(self) -> None:
+        """End it; its memory is free afterwards."""
+
+
+Start = Callable[[Sequence[str], Mapping[str, str]], Engine]
+"""Starts an engine with its command line and further environment."""
 
 
 @dataclass
@@ -96,6 +120,10 @@ def parser() -> argparse.ArgumentParser:
         "--prefix", type=int, default=0, metavar="TOKENS",
         help="time the first token of prompts that begin with this many cached tokens, too",
     )  # fmt: skip
+    options.add_argument(
+        "--together", action="store_true",
+        help="start a model's engines side by side, which must leave each other room, and time them in turn",
+    )  # fmt: skip
     options.add_argument("--json", type=Path, metavar="FILE", help="keep the record here, row by row")
     return options
 
@@ -125,70 +153,112 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: St
         raise CommandError(f"--json: there is no folder {given.json.parent}")
     command = " ".join([PROGRAM, *map(bare, arguments)])
     run = Run()
+
+    def keep() -> None:
+        if given.json is not None:
+            run.write(given.json, command)
+
     for model in given.model:
-        for way in given.ways:
-            _time(run, model, way, given, engine, say, start or start_engine)
-            if given.json is not None:
-                run.write(given.json, command)
+        for ways in [given.ways] if given.together else [(way,) for way in given.ways]:
+            time_ways(run, model, ways, given, engine, say, keep, start or Process)
     if not run.rows:
         raise CommandError("no engine gave a figure; the reasons are above")
     say("")
     say(table.text(lines(run.rows)))
 
 
-def _time(
+def time_ways(
     run: Run,
     model: str,
-    way: str,
+    ways: Sequence[str],
     given: argparse.Namespace,
-    engine: Sequence[str],
+    arguments: Sequence[str],
     say: Callable[[str], None],
+    keep: Callable[[], None],
     start: Start,
 ) -> None:
-    """Start one engine and keep what it says."""
-    flags = [] if way == "off" else [FLAGS[any(each.startswith("--speculative-algo") for each in engine)]]
-    orders = {
-        "arguments": ["--model-path", model, *engine, *flags],
-        "batches": list(given.batch), "input": given.input, "output": given.output,
-        "replays": given.replays, "prefix": given.prefix,
-    }  # fmt: skip
+    """Time the engines of some ways side by side, batch after batch; one that fails leaves the others be."""
     name = Path(model).name
-    environment = {"REPLAYSSM_SGLANG": "off" if way == "stock" else "on"}
-    for message in start(orders, environment):
-        match message.pop("kind"):
-            case "row":
-                row = {"model": name, "engine": "sglang", "mode": way, **message}
-                run.rows.append(row)
-                say(f"{name}, {way}: " + ", ".join(f"{key} {value}" for key, value in message.items()))
-            case "facts":
-                run.gpu, run.versions = message["gpu"], message["versions"]
-            case "failed":
-                run.failed.append({"model": name, "mode": way, "reason": message["reason"]})
-                say(f"{name}, {way}: failed: {message['reason']}")
+    speculates = any(argument.startswith("--speculative-algo") for argument in arguments)
+    engines: dict[str, Engine] = {}
+    for way in ways:
+        flags = [] if way == "off" else [FLAGS[speculates]]
+        environment = {"REPLAYSSM_SGLANG": "off" if way == "stock" else "on"}
+        engines[way] = start(["--model-path", model, *arguments, *flags], environment)
+    tokens = {"input": given.input, "output": given.output, "replays": given.replays}
+    orders: list[Message] = [{"order": "step", "batch": batch, **tokens} for batch in given.batch]
+    if given.prefix:
+        orders.append({"order": "prefix", "prefix": given.prefix, "replays": given.replays})
+    try:
+        for order in [{"order": "facts"}, *orders]:
+            for way in list(engines):
+                try:
+                    answer = engines[way].ask(**order)
+                except EngineFailed as error:
+                    del engines[way]
+                    run.failed.append({"model": name, "mode": way, "reason": str(error)})
+                    say(f"{name}, {way}: failed: {error}")
+                    keep()
+                    continue
+                if order["order"] == "facts":
+                    run.gpu, run.versions = answer["gpu"], answer["versions"]
+                elif answer:
+                    run.rows.append({"model": name, "engine": "sglang", "mode": way, **answer})
+                    say(f"{name}, {way}: " + ", ".join(f"{key} {value}" for key, value in answer.items()))
+                    keep()
+    finally:
+        for each in engines.values():
+            each.end()
 
 
-def start_engine(orders: Message, environment: Mapping[str, str]) -> Iterator[Message]:
-    """Run `sglang_engine` in a process of its own; a last message `failed` has the end of its log."""
-    with TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "replayssm.cli.bench.sglang_engine", json.dumps(orders)],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **environment},
-            text=True,
-            start_new_session=True,  # an engine that fails kills its process group
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
+class Process:
+    """`sglang_engine` in a process group of its own, which an engine that fails kills."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._folder = TemporaryDirectory()
+        self._log = Path(self._folder.name, "log")
+        with self._log.open("w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "replayssm.cli.bench.sglang_engine", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **environment},
+                text=True,
+                start_new_session=True,
+            )
+
+    def ask(self, **order: Any) -> Message:
+        """See `Engine`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
             if line.startswith(MARK):
-                yield json.loads(line.removeprefix(MARK))
-        if process.wait() != 0:
-            log.seek(0)
-            told = [bare(line.strip()) for line in log.readlines() if line.strip()]
-            yield {
-                "kind": "failed",
-                "reason": f"status {process.returncode}: " + " / ".join(told[-LOG_LINES:]),
-            }
+                answer: Message = json.loads(line.removeprefix(MARK))
+                return answer
+        raise EngineFailed(f"status {self._process.wait()}: {self._told()}")
+
+    def end(self) -> None:
+        """See `Engine`."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._folder.cleanup()
+
+    def _told(self) -> str:
+        """The end of its log."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        told = [bare(line.strip()) for line in lines if line.strip()]
+        self._folder.cleanup()
+        return " / ".join(told[-LOG_LINES:])
 
 
 def lines(rows: Sequence[Message]) -> list[list[str]]:

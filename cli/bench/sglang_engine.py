@@ -1,7 +1,9 @@
-"""One engine of SGLang, timed, as a process of `bench e2e`: `-m replayssm.cli.bench.sglang_engine ORDERS`.
+"""One engine of SGLang, timed on request: a process of `bench e2e`, with SGLang's command line.
 
-ORDERS are JSON: `arguments` of SGLang's command line, `batches`, tokens of `input` and `output`, `replays`,
-`prefix`. Messages are lines of JSON behind `MARK`; everything else that is printed is the engine's log.
+Orders are lines of JSON on the standard input: `facts`; `step`, with `batch`, tokens of `input` and `output`
+and `replays`; `prefix`, with tokens of the `prefix` and `replays`. The answer to each is a line of JSON
+behind `MARK`, empty where the engine does not take so many requests; everything else that is printed is its
+log. It ends with its input.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -27,16 +29,10 @@ Generate = Callable[[Prompts, int], list[dict[str, Any]]]
 """Runs prompts to so many new tokens each; gives each request's `meta_info`."""
 
 
-def say(kind: str, **message: Any) -> None:
-    """Print a message."""
-    print(MARK + json.dumps({"kind": kind, **message}), flush=True)
-
-
 def step_times(
     generate: Generate,
     prompts: Callable[[int, int], Prompts],
-    orders: dict[str, Any],
-    batch: int,
+    order: dict[str, Any],
     draft: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
@@ -45,10 +41,13 @@ def step_times(
     Prompts of one batch are the same in every replay, and their prefix is cached from the first on where the
     engine has a prefix cache. A step is a round of verification where drafts are verified.
     """
-    given, more = prompts(batch, orders["input"]), orders["output"]
+    batch, more = order["batch"], order["output"]
+    given = prompts(batch, order["input"])
     generate(given, WARM_TOKENS)
-    first, whole, rounds, tokens = [], [], [], []
-    for _ in range(orders["replays"]):
+    first: list[float] = []
+    whole: list[float] = []
+    rounds, tokens = [], []
+    for _ in range(order["replays"]):
         for count, times in ((1, first), (more, whole)):
             begun = clock()
             infos = generate(given, count)
@@ -64,22 +63,22 @@ def step_times(
         "tokens_per_s": round(decoded / seconds, 1),
         "accept_length": round(decoded / batch / steps, 3),
         "first_token_ms": round(statistics.median(first) * 1e3, 3),
-        "replays": orders["replays"],
+        "replays": order["replays"],
     }
 
 
 def first_token(
     generate: Generate,
     prompts: Callable[[int, int], Prompts],
-    orders: dict[str, Any],
+    order: dict[str, Any],
     draft: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """A row of the record: the time to the first token of a prompt that begins with cached tokens."""
-    [prefix] = prompts(1, orders["prefix"])
+    [prefix] = prompts(1, order["prefix"])
     generate([prefix], WARM_TOKENS)
     times, cached = [], []
-    for _ in range(4 * orders["replays"] + 1):
+    for _ in range(4 * order["replays"] + 1):
         [suffix] = prompts(1, SUFFIX)
         begun = clock()
         [info] = generate([prefix + suffix], 1)
@@ -88,15 +87,15 @@ def first_token(
     return {
         "batch": 1,
         "T": draft,
-        "prefix_tokens": orders["prefix"],
+        "prefix_tokens": order["prefix"],
         "cached_tokens": statistics.median_low(cached),
         "prefix_first_token_ms": round(statistics.median(times[1:]) * 1e3, 3),
         "replays": len(times) - 1,
     }
 
 
-def main(orders: dict[str, Any]) -> None:
-    """Start the engine, time it, end it."""
+def main(arguments: list[str], orders: Iterable[str]) -> None:
+    """Start the engine, carry out orders, end it."""
     import argparse
 
     import torch
@@ -107,9 +106,8 @@ def main(orders: dict[str, Any]) -> None:
     load_plugins()
     options = argparse.ArgumentParser()
     ServerArgs.add_cli_args(options)
-    server_args = ServerArgs.from_cli_args(options.parse_args(orders["arguments"]))
+    server_args = ServerArgs.from_cli_args(options.parse_args(arguments))
     engine = Engine(server_args=server_args)
-    say("facts", gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None, versions=versions())
     vocabulary = engine.tokenizer_manager.model_config.vocab_size
     chance = random.Random(0)
 
@@ -123,11 +121,18 @@ def main(orders: dict[str, Any]) -> None:
     draft = server_args.speculative_num_draft_tokens if server_args.speculative_algorithm else 1
     [scheduler, *_] = engine.get_server_info()["internal_states"]
     most = scheduler["effective_max_running_requests_per_dp"]
-    for batch in orders["batches"]:
-        if batch <= most:
-            say("row", **step_times(generate, prompts, orders, batch, draft), max_requests=most)
-    if orders["prefix"]:
-        say("row", **first_token(generate, prompts, orders, draft), max_requests=most)
+    for line in orders:
+        order = json.loads(line)
+        answer: dict[str, Any] = {}
+        match order["order"]:
+            case "facts":
+                gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+                answer = {"gpu": gpu, "versions": versions()}
+            case "step" if order["batch"] <= most:
+                answer = {**step_times(generate, prompts, order, draft), "max_requests": most}
+            case "prefix":
+                answer = {**first_token(generate, prompts, order, draft), "max_requests": most}
+        print(MARK + json.dumps(answer), flush=True)
     engine.shutdown()
 
 
@@ -141,4 +146,4 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(sys.argv[1:], sys.stdin)

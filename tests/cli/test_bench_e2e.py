@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,50 @@ TIMES = {"off": 12.5, "stock": 11.0, "on": 10.0}
 
 
 class Engines:
-    """Stands for `start_engine`: times by way, and what was asked for."""
+    """Stands for `Process`: starts engines that know their times, and keeps what they were asked for."""
 
     def __init__(self, failing: str = "") -> None:
-        self.started: list[tuple[Orders, dict[str, str]]] = []
+        self.started: list[tuple[list[str], dict[str, str]]] = []
+        self.asked: list[tuple[str, Orders]] = []
+        self.running = 0
+        self.most = 0
         self.failing = failing
 
-    def __call__(self, orders: Orders, environment: Mapping[str, str]) -> Iterator[Orders]:
-        self.started.append((orders, dict(environment)))
-        replay = any(argument in e2e.FLAGS for argument in orders["arguments"])
+    def __call__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Engine:
+        self.started.append((list(arguments), dict(environment)))
+        replay = any(argument in e2e.FLAGS for argument in arguments)
         way = "off" if not replay else "stock" if environment["REPLAYSSM_SGLANG"] == "off" else "on"
-        yield {"kind": "facts", "gpu": "a GPU", "versions": {"sglang": "0.5.23"}}
-        if way == self.failing:
-            yield {"kind": "failed", "reason": "status 1: out of memory"}
-            return
-        for batch in orders["batches"]:
-            yield {"kind": "row", "batch": batch, "T": 1, "step_ms": TIMES[way] * batch, "max_requests": 64}
+        self.running += 1
+        self.most = max(self.most, self.running)
+        return Engine(self, way)
+
+
+class Engine:
+    def __init__(self, engines: Engines, way: str) -> None:
+        self.engines, self.way = engines, way
+
+    def ask(self, **order: Any) -> Orders:
+        if self.way == self.engines.failing:
+            self.engines.running -= 1
+            raise e2e.EngineFailed("status 1: out of memory")
+        self.engines.asked.append((self.way, order))
+        if order["order"] == "facts":
+            return {"gpu": "a GPU", "versions": {"sglang": "0.5.23"}}
+        if order["order"] == "prefix":
+            return {"batch": 1, "T": 1, "prefix_first_token_ms": 9.0}
+        if order["batch"] > 64:
+            return {}
+        return {"batch": order["batch"], "T": 1, "step_ms": TIMES[self.way] * order["batch"]}
+
+    def end(self) -> None:
+        self.engines.running -= 1
 
 
 def run(*arguments: str, engines: Engines | None = None) -> tuple[list[str], Engines]:
     said: list[str] = []
     engines = engines or Engines()
     e2e.main(["--model", "models/qwen", *arguments], said.append, engines)
+    assert engines.running == 0
     return said, engines
 
 
@@ -48,9 +70,10 @@ def test_every_way_gets_the_same_arguments_but_the_flag(tmp_path: Path) -> None:
     file = tmp_path / "e2e.json"
     said, engines = run("--batch", "1,8", "--json", str(file), "--", "--load-format", "dummy")
     given = ["--model-path", "models/qwen", "--load-format", "dummy"]
-    assert [orders["arguments"] for orders, _ in engines.started] == [
+    assert [arguments for arguments, _ in engines.started] == [
         given, [*given, "--enable-linear-replayssm"], [*given, "--enable-linear-replayssm"],
     ]  # fmt: skip
+    assert engines.most == 1
     assert [environment["REPLAYSSM_SGLANG"] for _, environment in engines.started] == ["on", "off", "on"]
     assert said[-1].splitlines()[2].split() == ["qwen", "1", "8", "100.00", "88.00", "80.00", "1.25", "1.10"]
     record = json.loads(file.read_text())
@@ -63,7 +86,16 @@ def test_every_way_gets_the_same_arguments_but_the_flag(tmp_path: Path) -> None:
 
 def test_speculation_has_its_own_flag() -> None:
     _, engines = run("--ways", "on", "--", "--speculative-algorithm", "NEXTN")
-    assert engines.started[0][0]["arguments"][-1] == "--enable-linear-replayssm-spec"
+    assert engines.started[0][0][-1] == "--enable-linear-replayssm-spec"
+
+
+def test_engines_side_by_side_are_timed_in_turn() -> None:
+    said, engines = run("--together", "--batch", "4,128", "--prefix", "1000")
+    assert engines.most == 3
+    asked = [(way, order["order"], order.get("batch")) for way, order in engines.asked]
+    assert asked[3:6] == [("off", "step", 4), ("stock", "step", 4), ("on", "step", 4)]
+    assert asked[-1] == ("on", "prefix", None)
+    assert [line.split()[2] for line in said[-1].splitlines()[1:]] == ["4"], "no figure of 128: too many"
 
 
 def test_a_failed_engine_leaves_the_others_figures(tmp_path: Path) -> None:
@@ -101,12 +133,11 @@ def test_the_command_reaches_it() -> None:
     assert "unknown way" in result.output
 
 
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here SGLang is missing, or the orders are: a process that fails is told with the end of its log."""
-    monkeypatch.setenv("PYTHONPATH", "")
-    [message] = [m for m in e2e.start_engine({"arguments": []}, {}) if m["kind"] == "failed"]
-    assert message["reason"].startswith("status 1: ")
-    assert "Error" in message["reason"]
+def test_an_engine_that_cannot_start_says_why() -> None:
+    """Here SGLang is missing, or the model is: the end of the log tells."""
+    engine = e2e.Process(["--model-path", "no-such-model"], {"PYTHONPATH": ""})
+    with pytest.raises(e2e.EngineFailed, match=r"status 1: .*Error"):
+        engine.ask(order="facts")
 
 
 class Server:
@@ -136,8 +167,8 @@ def prompts(count: int, length: int) -> list[list[int]]:
 @pytest.mark.parametrize(("rounds", "accepted"), [(1.0, 1.0), (0.5, 2.0)])
 def test_prefill_is_taken_off(rounds: float, accepted: float) -> None:
     server = Server(rounds)
-    orders = {"input": 16, "output": 129, "replays": 3}
-    row = sglang_engine.step_times(server.generate, prompts, orders, 4, 1, server.clock)
+    order = {"batch": 4, "input": 16, "output": 129, "replays": 3}
+    row = sglang_engine.step_times(server.generate, prompts, order, 1, server.clock)
     assert row["step_ms"] == pytest.approx(10.0)
     assert row["accept_length"] == pytest.approx(accepted)
     assert row["tokens_per_s"] == pytest.approx(4 * 128 / (0.01 * 128 * rounds), rel=1e-3)

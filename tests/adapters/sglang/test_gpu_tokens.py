@@ -28,7 +28,7 @@ from tests.adapters.sglang.test_engine import FOLDERS, HERE, MODELS, convert
 pytestmark = pytest.mark.gpu
 
 REQUESTS = 1000
-JUDGED = 200
+JUDGED = 100
 """Requests whose probabilities are computed again in fp32."""
 WAYS: dict[str, dict[str, Any]] = {
     "off": {},
@@ -51,7 +51,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Served]:
     """By rule and way."""
     folder = tmp_path_factory.mktemp("engines")
-    models = {rule: convert(rule, folder / rule) for rule in FOLDERS}
+    models = {rule: convert(rule, folder / rule, "bfloat16") for rule in FOLDERS}
     jobs = [(rule, way) for rule in FOLDERS for way in WAYS]
     with ThreadPoolExecutor(len(jobs)) as pool:
         results = pool.map(lambda job: serve(models[job[0]], job[1], folder / "-".join(job)), jobs)
@@ -63,7 +63,7 @@ def serve(model: Path, way: str, target: Path) -> Served:
     options = {
         "requests": REQUESTS, "dtype": "bfloat16", "sampling_backend": "pytorch", "grammar_backend": "none",
         "prefill_attention_backend": "triton", "decode_attention_backend": "triton",
-        "moe_runner_backend": "triton", "disable_flashinfer_autotune": True,
+        "moe_runner_backend": "triton", "disable_flashinfer_autotune": True, "log_level": "info",
         "enable_fp32_lm_head": True, "mamba_ssm_dtype": "float32", "max_running_requests": 64,
         "max_mamba_cache_size": 400, "max_total_tokens": 12000, "mem_fraction_static": 0.9,
         "chunked_prefill_size": 512, "mamba_track_interval": 64, "cuda_graph_backend_prefill": "disabled",
