@@ -1,4 +1,4 @@
-"""One decode step of a layer: SGLang's tensors as the kernels' functions take them, without copies."""
+"""A decode or verification step of a layer: SGLang's tensors as the kernels take them, without copies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from replayssm import kernels
 from replayssm.adapters.sglang.replay_pool import ReplayPool
 from replayssm.core.geometry import Rule
+from replayssm.kernels import StepIndex
 
 
 def delta(
@@ -42,34 +43,95 @@ def delta(
     """
     geometry = pool.layout.geometry
     H, HV, K, V = geometry.key_heads, geometry.value_heads, geometry.key_dim, geometry.value_dim
-    B = mixed_qkv.shape[0]
     q, k, v = mixed_qkv.split([H * K, H * K, HV * V], dim=-1)
+    q, k, v = (x.unflatten(-1, (1, -1, dim)) for x, dim in ((q, K), (k, K), (v, V)))
+    return _delta_step(pool, layer, q, k, v, a, b, A_log, dt_bias, pool.index(slots), scale, lower_bound)
+
+
+def verify_delta(
+    pool: ReplayPool,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    slots: torch.Tensor,
+    tokens: int,
+    parents: torch.Tensor | None,
+    lower_bound: float | None = None,
+) -> torch.Tensor:
+    """A verification step of a Gated DeltaNet or Kimi Delta Attention layer.
+
+    Args:
+        pool: the rings.
+        layer: the layer's number in the pool.
+        q: `[1, B T, H, K]`.
+        k: as `q`.
+        v: `[1, B T, HV, V]`.
+        a: as in `delta`, of `B T` tokens.
+        b: likewise.
+        A_log: as in `delta`.
+        dt_bias: as in `delta`.
+        slots: `[B]` int32 or longer, padded rows negative or 0.
+        tokens: T.
+        parents: `[B, T]` int of a draft tree; `None` for a chain.
+        lower_bound: KDA's bounded gate.
+
+    Returns:
+        `[1, B T, HV, V]` in the dtype of `v`; zero for padded rows.
+    """
+    rows = (q.shape[1] // tokens, tokens)
+    q, k, v = (x[0].unflatten(0, rows) for x in (q, k, v))
+    index = pool.index(slots[: rows[0]], parents, layer)
+    return _delta_step(pool, layer, q, k, v, a, b, A_log, dt_bias, index, None, lower_bound)
+
+
+def _delta_step(
+    pool: ReplayPool,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    index: StepIndex,
+    scale: float | None,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """A step over `q`, `k` `[B, T, H, K]`, `v` `[B, T, HV, V]`; `[1, B T, HV, V]`."""
+    B, T, HV, V = v.shape
+    K = q.shape[-1]
     cursors = pool.cursors
-    out = mixed_qkv.new_empty(B, 1, HV, V)
+    out = v.new_empty(B, T, HV, V)
     arguments: dict[str, Any] = {
         "state": pool.states[layer],
         **pool.rings[layer],
         "ring_start": cursors.start,
         "hist_len": cursors.history,
-        "q": q.unflatten(-1, (H, K)).unsqueeze(1),
-        "k": k.unflatten(-1, (H, K)).unsqueeze(1),
-        "v": v.unflatten(-1, (HV, V)).unsqueeze(1),
-        "beta": b.reshape(B, 1, HV),
+        "q": q,
+        "k": k,
+        "v": v,
+        "beta": b.reshape(B, T, HV),
         "out": out,
         "A_log": A_log.reshape(HV),
     }
-    options: dict[str, Any] = {"window": cursors.window, "index": pool.index(slots), "backend": pool.backend}
+    options: dict[str, Any] = {"window": cursors.window, "index": index, "backend": pool.backend}
     if pool.rule is Rule.KDA:
         kernels.kda_step(
-            **arguments, **options, g=a.reshape(B, 1, HV, K), dt_bias=dt_bias.reshape(HV * K),
+            **arguments, **options, g=a.reshape(B, T, HV, K), dt_bias=dt_bias.reshape(HV * K),
             scale=scale, lower_bound=lower_bound, layer=layer,
         )  # fmt: skip
     else:
         kernels.gdn_step(
-            **arguments, **options, g=a.reshape(B, 1, HV), dt_bias=dt_bias.reshape(HV),
+            **arguments, **options, g=a.reshape(B, T, HV), dt_bias=dt_bias.reshape(HV),
             scale=scale, layer=layer,
         )  # fmt: skip
-    return out.transpose(0, 1)
+    return out.view(1, B * T, HV, V)
 
 
 def mamba2(
@@ -86,13 +148,14 @@ def mamba2(
     dt_softplus: bool,
     slots: torch.Tensor,
     out: torch.Tensor,
+    parents: torch.Tensor | None = None,
 ) -> None:
     """A step of a Mamba-2 layer, into `out`.
 
     Args:
         pool: the rings.
         layer: the layer's number in the pool.
-        x: `[B, H, P]`.
+        x: `[B, H, P]`, in verification `[B, T, H, P]`, as with all that has a `B`.
         dt: `[B, H, P]`, one value a head, repeated with stride 0.
         A: `[H, P, N]`, likewise.
         B: `[B, G, N]`.
@@ -103,25 +166,30 @@ def mamba2(
         dt_softplus: apply softplus to `dt + dt_bias`.
         slots: `[B]` int32, padded rows negative or 0.
         out: `[B, H, P]`; zero for padded rows.
+        parents: `[B, T]` int of a draft tree.
     """
     cursors = pool.cursors
+
+    def tokens(values: torch.Tensor) -> torch.Tensor:
+        return values if x.dim() == 4 else values.unsqueeze(1)
+
     kernels.mamba2_step(
         pool.states[layer],
         **pool.rings[layer],
         ring_start=cursors.start,
         hist_len=cursors.history,
-        x=x.unsqueeze(1),
-        dt=dt[..., 0].unsqueeze(1),
+        x=tokens(x),
+        dt=tokens(dt[..., 0]),
         A=A[:, 0, 0],
-        B=B.unsqueeze(1),
-        C=C.unsqueeze(1),
-        out=out.unsqueeze(1),
+        B=tokens(B),
+        C=tokens(C),
+        out=tokens(out),
         D=None if D is None else D[:, 0],
-        z=None if z is None else z.unsqueeze(1),
+        z=None if z is None else tokens(z),
         dt_bias=None if dt_bias is None else dt_bias[:, 0],
         dt_softplus=dt_softplus,
         window=cursors.window,
-        index=pool.index(slots),
+        index=pool.index(slots, parents, layer),
         layer=layer,
         backend=pool.backend,
     )

@@ -7,23 +7,25 @@ started for it; without them every hook here is the original and nothing else.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from replayssm.adapters.sglang import decode
+from replayssm.adapters.sglang import decode, speculation
 from replayssm.adapters.sglang.patch_points import (
     RELIED_ON,
     SCHEDULER,
+    SPECULATION,
     Incompatible,
+    PatchPoint,
     check,
     installed_version,
     prove_live,
 )
 from replayssm.adapters.sglang.replay_pool import ReplayPool, allocate_rings
+from replayssm.adapters.sglang.served import POOL, layer_of, pool_of, serve, settings_of
 from replayssm.adapters.sglang.settings import (
     OPTIONS,
     SETTINGS,
@@ -39,14 +41,8 @@ logger = logging.getLogger(__name__)
 
 Original = Callable[..., Any]
 
-_POOL = "_replayssm"
-"""Attribute of SGLang's state pool, and of its allocator of slots, that holds the `ReplayPool`."""
 _TRACKED = "_replayssm_tracked"
 """Attribute of a decode batch: the rows whose states SGLang keeps for its prefix cache after this step."""
-
-# Address of a layer's states -> its pool and number: all that a kernel's call says of the layer.
-_LAYERS: dict[int, tuple[weakref.ref[Any], int]] = {}
-
 
 # Server arguments and processes.
 
@@ -70,19 +66,24 @@ def report_settings(original: Original, self: Any) -> Any:
     result = original(self)
     settings: Settings | None = getattr(self, SETTINGS, None)
     if settings is not None:
-        result["replayssm"] = {"window": settings.window, "backend": settings.backend}
+        result["replayssm"] = {
+            "window": settings.window,
+            "backend": settings.backend,
+            "speculation": settings.speculation,
+        }
     return result
 
 
 def patch_scheduler(original: Original, server_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Patch the rest of SGLang in a scheduler process that decodes with replay."""
     context = original(server_args, *args, **kwargs)
-    if getattr(server_args, SETTINGS, None) is not None and kwargs.get("role") == "scheduler":
-        install()
+    settings: Settings | None = getattr(server_args, SETTINGS, None)
+    if settings is not None and kwargs.get("role") == "scheduler":
+        install(settings)
     return context
 
 
-def install() -> None:
+def install(settings: Settings) -> None:
     """Apply the patches of scheduler processes.
 
     Raises:
@@ -90,13 +91,23 @@ def install() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    check((*SCHEDULER, *RELIED_ON))
-    for point in SCHEDULER:
+    points = _points(settings)
+    check((*points, *RELIED_ON))
+    for point in points:
         if point.target not in _registered:
-            HookRegistry.register(point.target, globals()[point.hook], HookType.AROUND)
+            HookRegistry.register(point.target, by_name()[point.hook], HookType.AROUND)
             _registered.add(point.target)
     HookRegistry.apply_hooks()
-    prove_live(SCHEDULER, globals())
+    prove_live(points, by_name())
+
+
+def by_name() -> dict[str, Any]:
+    """All hooks by name."""
+    return vars(speculation) | globals()
+
+
+def _points(settings: Settings) -> tuple[PatchPoint, ...]:
+    return (*SCHEDULER, *SPECULATION) if settings.speculation else SCHEDULER
 
 
 _registered: set[str] = set()
@@ -108,18 +119,20 @@ _registered: set[str] = set()
 def gdn_backend(original: Original, self: Any, model_runner: Any) -> None:
     """Rings for a model whose recurrent layers are Gated DeltaNet."""
     original(self, model_runner)
-    _require_packed_decode(self, model_runner)
+    _require_triton(self, model_runner)
     _give_rings(model_runner, Rule.GDN)
 
 
 def kda_backend(original: Original, self: Any, model_runner: Any) -> None:
     """Rings for a model whose recurrent layers are Kimi Delta Attention."""
     original(self, model_runner)
-    _require_packed_decode(self, model_runner)
+    _require_triton(self, model_runner)
     pool = _give_rings(model_runner, Rule.KDA)
     if pool is not None:
         # SGLang sends layers with the bounded gate past `packed_decode`, which has it here.
         self.kernel_dispatcher.supports_packed_decode_safe_gate = True
+        # Convolution and recurrence of a verification in one kernel, past `target_verify`.
+        self._fused_chain_verify_fn = None
 
 
 def mamba2_backend(original: Original, self: Any, model_runner: Any) -> None:
@@ -131,57 +144,57 @@ def mamba2_backend(original: Original, self: Any, model_runner: Any) -> None:
 def require_rings(original: Original, runner: Any, full_attn_backend: Any) -> Any:
     """A server that was started with replay decodes with it, or does not start."""
     backend = original(runner, full_attn_backend)
-    if _settings(runner) is not None and _pool_of(runner.req_to_token_pool) is None:
+    if settings_of(runner) is not None and pool_of(runner.req_to_token_pool) is None:
         linear = getattr(backend, "linear_attn_backend", backend)
         raise Incompatible(
-            "--enable-linear-replayssm: expected a model with Gated DeltaNet, Kimi Delta Attention or "
+            "replayssm: expected a model with Gated DeltaNet, Kimi Delta Attention or "
             f"Mamba-2 layers, got one that SGLang serves by {type(linear).__name__}; leave the flag out"
         )
     return backend
 
 
 def budget_rings(original: Original, self: Any, total_rest_memory: float) -> float:
-    """Count the rings of each slot in SGLang's memory budget."""
-    settings = _settings(self)
+    """Count the rings of each slot in SGLang's memory budget, and with speculation no snapshots of states.
+
+    SGLang reserves room for whole states, convolution and all, for each draft token of each request. Here
+    only the windows of the convolution are left of that, so it is told that nothing is drafted.
+    """
+    settings = settings_of(self)
     params = getattr(self.mambaish_config, "mamba2_cache_params", None)
     if settings is None or params is None or 0 in params.shape.temporal:
         return float(original(self, total_rest_memory))
     gdn = self.hybrid_gdn_config is not None
     rule = Rule.KDA if params.is_kda else Rule.GDN if gdn else Rule.MAMBA2
     layout = _layout(settings, rule, params, self.model_dtype)
-    before = self.extra_mamba_cache_bytes_per_req
+    before, algorithm = self.extra_mamba_cache_bytes_per_req, self.spec_algorithm
     self.extra_mamba_cache_bytes_per_req = before + layout.bytes_per_slot * len(params.layers)
+    if settings.speculation:
+        total_rest_memory -= speculation.window_bytes(self, params, settings.max_draft) / (1 << 30)
+        self.spec_algorithm = type(algorithm).from_string(None)
     try:
         return float(original(self, total_rest_memory))
     finally:
-        self.extra_mamba_cache_bytes_per_req = before
-
-
-def _settings(runner: Any) -> Settings | None:
-    """The settings of a target model's runner or configurator; `None` for drafts and without replay."""
-    if runner.is_draft_worker:
-        return None
-    settings: Settings | None = getattr(runner.server_args, SETTINGS, None)
-    return settings
+        self.extra_mamba_cache_bytes_per_req, self.spec_algorithm = before, algorithm
 
 
 def _layout(settings: Settings, rule: Rule, params: Any, activations: torch.dtype) -> RingLayout:
     HV, V, K = params.shape.temporal
     H = params.shape.num_k_heads_per_tp
-    return RingLayout(LayerGeometry(rule, HV, H, V, K), settings.window, 1, activations)
+    geometry = LayerGeometry(rule, HV, H, V, K)
+    return RingLayout(geometry, settings.window, settings.max_draft, activations, settings.max_path)
 
 
 def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
     """The rings of a model's state pool, made where there are none; `None` without replay."""
-    settings = _settings(model_runner)
+    settings = settings_of(model_runner)
     if settings is None:
         return None
     slots = model_runner.req_to_token_pool
     mamba_pool = slots.mamba_pool
-    pool: ReplayPool | None = getattr(mamba_pool, _POOL, None)
+    pool: ReplayPool | None = getattr(mamba_pool, POOL, None)
     if pool is not None:
         return pool
-    prove_live(SCHEDULER, globals())
+    prove_live(_points(settings), by_name())
     states = mamba_pool.mamba_cache.temporal
     stored = str(states.dtype).removeprefix("torch.")
     if settings.ssm_dtype not in (None, stored):
@@ -194,18 +207,17 @@ def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
     pool = ReplayPool(layout, states, rings, settings.backend, rates)
     # Compiles the kernel that makes states current: slot 0 is skipped by it.
     pool.flush(torch.zeros(1, dtype=torch.int64, device=states.device))
-    setattr(mamba_pool, _POOL, pool)
-    setattr(slots.mamba_allocator, _POOL, pool)
+    serve(mamba_pool, pool)
+    setattr(slots.mamba_allocator, POOL, pool)
     mamba_pool.register_slot_state(pool)
     mamba_pool.mem_usage += pool.bytes / (1 << 30)
     if rule is Rule.KDA:
         # SGLang's sign that a ring exists, at which it leaves its fused KDA step alone.
         mamba_pool.mamba_cache = replace(mamba_pool.mamba_cache, replayssm_d=pool.stacked["u_cache"])
-    for layer, state in enumerate(states):
-        _LAYERS[state.data_ptr()] = (weakref.ref(mamba_pool), layer)
+    drafts = f"drafts of up to {layout.max_draft} tokens" if settings.speculation else "no drafts"
     logger.info(
-        "replayssm: %d %s layers of SGLang %s; %s; window %d, no drafts; state %s; rings %.2f GB in %d slots",
-        len(states), rule, installed_version(), backend, layout.window, stored,
+        "replayssm: %d %s layers of SGLang %s; %s; window %d, %s; state %s; rings %.2f GB in %d slots",
+        len(states), rule, installed_version(), backend, layout.window, drafts, stored,
         pool.bytes / (1 << 30), states.shape[1],
     )  # fmt: skip
     return pool
@@ -237,28 +249,21 @@ def _rates(model: Any, layers: int) -> list[torch.Tensor]:
     return [mixer.A.detach().float() for mixer in mixers]
 
 
-def _require_packed_decode(backend: Any, model_runner: Any) -> None:
-    """Delta-rule layers are served where SGLang calls its Triton kernel's `packed_decode`."""
-    if _settings(model_runner) is None:
+def _require_triton(backend: Any, model_runner: Any) -> None:
+    """Delta-rule layers are served where SGLang calls its Triton kernel."""
+    settings = settings_of(model_runner)
+    if settings is None:
         return
-    kernel = backend.kernel_dispatcher.decode_kernel
-    if not backend.kernel_dispatcher.supports_packed_decode or "Triton" not in type(kernel).__name__:
-        raise Incompatible(
-            "--enable-linear-replayssm: expected SGLang to decode by a Triton kernel with packed inputs, got "
-            f"{type(kernel).__name__}; leave --linear-attn-decode-backend out or set it to triton"
-        )
-
-
-def _pool_of(req_to_token_pool: Any) -> ReplayPool | None:
-    pool: ReplayPool | None = getattr(getattr(req_to_token_pool, "mamba_pool", None), _POOL, None)
-    return pool
-
-
-def _layer_of(states: torch.Tensor) -> tuple[ReplayPool, int] | None:
-    """Pool and number of the layer that owns `states` `[slots, ...]`; `None` where it has no rings."""
-    found = _LAYERS.get(states.data_ptr())
-    mamba_pool = None if found is None else found[0]()
-    return None if found is None or mamba_pool is None else (getattr(mamba_pool, _POOL), found[1])
+    dispatcher = backend.kernel_dispatcher
+    kernels = {"decode": dispatcher.decode_kernel}
+    if settings.speculation:
+        kernels["verify"] = dispatcher.verify_kernel
+    for phase, kernel in kernels.items():
+        if not dispatcher.supports_packed_decode or "Triton" not in type(kernel).__name__:
+            raise Incompatible(
+                f"replayssm: expected SGLang to {phase} by a Triton kernel with packed inputs, got "
+                f"{type(kernel).__name__}; leave --linear-attn-{phase}-backend out or set it to triton"
+            )
 
 
 # A decode step.
@@ -281,7 +286,7 @@ def kda_decode(
 def _delta_decode(
     original: Original, self: Any, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, given: Any
 ) -> Any:
-    served = _layer_of(given["ssm_states"])
+    served = layer_of(given["ssm_states"])
     if served is None:
         return original(self, mixed_qkv, a, b, **given)
     pool, layer = served
@@ -302,19 +307,16 @@ def mamba2_decode(
     D: torch.Tensor | None = None,
     **given: Any,
 ) -> None:
-    """A Mamba-2 layer."""
-    served = _layer_of(state)
+    """A Mamba-2 layer, in decode and in verification."""
+    served = layer_of(state)
     if served is None:
         original(state, x, dt, A, B, C, D, **given)
         return
-    if given.get("disable_state_update"):
-        raise Incompatible(
-            "replayssm does not serve speculation with SGLang yet, and got a verification step"
-        )
     pool, layer = served
     decode.mamba2(
         pool, layer, x, dt, A, B, C, D, given.get("z"), given.get("dt_bias"),
         given.get("dt_softplus", False), given["state_batch_indices"], given["out"],
+        given.get("retrieve_parent_token"),
     )  # fmt: skip
 
 
@@ -329,7 +331,7 @@ def end_of_delta_layer(
 ) -> None:
     """Move the cursors after the last layer of a step."""
     original(self, forward_batch, conv_states, ssm_states, cache_indices, layer_id)
-    served = _layer_of(ssm_states)
+    served = layer_of(ssm_states)
     if served is not None:
         pool, layer = served
         if layer == len(pool.rings) - 1:
@@ -348,10 +350,10 @@ def end_of_mamba2_layer(
 ) -> Any:
     """Move the cursors of a step's decode rows after the last layer."""
     result = original(self, mixer, hidden_states, output, layer_id, forward_batch, **given)
-    pool = _pool_of(self.req_to_token_pool)
+    pool = pool_of(self.req_to_token_pool)
     metadata = self.forward_metadata
     last = self.req_to_token_pool.mamba_pool.mamba_layer_ids[-1]
-    if pool is not None and metadata.num_decodes and layer_id == last:
+    if pool is not None and metadata.num_decodes and not metadata.is_target_verify and layer_id == last:
         first = metadata.num_prefills
         pool.commit(metadata.mamba_cache_indices[first : first + metadata.num_decodes])
     return result
@@ -371,12 +373,12 @@ def keep_tracked_rows(original: Original, cls: Any, batch: Any, model_runner: An
 
 def forward(original: Original, self: Any, forward_batch: Any, *args: Any, **given: Any) -> Any:
     """Make states current before a prefill reads them, and after a step those that it tracks."""
-    pool = None if self.is_draft_worker else _pool_of(self.req_to_token_pool)
+    pool = None if self.is_draft_worker else pool_of(self.req_to_token_pool)
     if pool is None:
         return original(self, forward_batch, *args, **given)
     pool.settle()
     mode = forward_batch.logical_forward_mode
-    if mode.is_extend():
+    if mode.is_extend() and not mode.is_target_verify():
         pool.flush(_slots(self, forward_batch.req_pool_indices))
     tracked = _tracked(self, forward_batch) if mode.is_decode() else None
     result = original(self, forward_batch, *args, **given)
@@ -412,7 +414,7 @@ def _tracked(model_runner: Any, forward_batch: Any) -> tuple[torch.Tensor, torch
 
 def copy_to_host(original: Original, self: Any, indices: torch.Tensor) -> Any:
     """States that go to the host, when a request is retracted, are current."""
-    pool: ReplayPool | None = getattr(self, _POOL, None)
+    pool: ReplayPool | None = getattr(self, POOL, None)
     if pool is not None:
         if indices.is_cuda:
             torch.cuda.synchronize(indices.device)
@@ -426,7 +428,7 @@ def donate_state(original: Original, self: Any, req: Any, *args: Any, **given: A
     With an extra buffer the cache takes tracked states, which `forward` has made current.
     """
     slots = self.cache.req_to_token_pool
-    pool = _pool_of(slots)
+    pool = pool_of(slots)
     if pool is not None and not self.cache.enable_mamba_extra_buffer:
         pool.flush(slots.translate_mamba_indices(req.kv.mamba_pool_idx.unsqueeze(0)))
     return original(self, req, *args, **given)
@@ -438,7 +440,7 @@ def donate_state(original: Original, self: Any, req: Any, *args: Any, **given: A
 def allocate_slots(original: Original, self: Any, need_size: int) -> Any:
     """Slots that are handed out have empty rings, whatever their previous owner left."""
     allocated = original(self, need_size)
-    pool: ReplayPool | None = getattr(self, _POOL, None)
+    pool: ReplayPool | None = getattr(self, POOL, None)
     if pool is not None and allocated is not None:
         pool.hand_out(allocated)
     return allocated
@@ -449,7 +451,7 @@ def load_checkpoint(
 ) -> Any:
     """A slot that a quantised checkpoint was loaded into has an empty ring."""
     result = original(self, active_mamba_pool, ckpt_slots, active_slots)
-    pool: ReplayPool | None = getattr(active_mamba_pool, _POOL, None)
+    pool: ReplayPool | None = getattr(active_mamba_pool, POOL, None)
     if pool is not None:
         pool.reset_slots(active_slots)
     return result
@@ -458,7 +460,7 @@ def load_checkpoint(
 def adopt_state(original: Original, self: Any, req: Any) -> Any:
     """A slot that a state was loaded into has an empty ring."""
     slots = self.cache.req_to_token_pool
-    pool = _pool_of(slots)
+    pool = pool_of(slots)
     if pool is not None:
         pool.hand_out(slots.translate_mamba_indices(req.kv.mamba_pool_idx.unsqueeze(0)))
     return original(self, req)

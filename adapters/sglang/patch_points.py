@@ -181,6 +181,55 @@ SCHEDULER = (
     ),
 )  # fmt: skip
 
+# In addition, where it verifies drafts.
+SPECULATION = (
+    PatchPoint(
+        f"{_POOL}.MambaPool.__init__",
+        (
+            "self", "cache_params", "speculative_num_draft_tokens", "linear_replayssm_cache_len",
+            "enable_linear_replayssm_spec",
+        ),
+        "no state is kept for each draft token",
+        "pool_without_snapshots",
+    ),
+    PatchPoint(
+        f"{_LINEAR}.kernels.gdn_triton.TritonGDNKernel.target_verify",
+        (
+            "self", "A_log", "dt_bias", "q", "k", "v", "a", "b", "ssm_states", "cache_indices", "cache_steps",
+            "retrieve_parent_token",
+        ),
+        "verification by a Gated DeltaNet layer",
+        "gdn_verify",
+    ),
+    PatchPoint(
+        f"{_LINEAR}.kernels.kda_triton.TritonKDAKernel.target_verify",
+        (
+            "self", "A_log", "dt_bias", "q", "k", "v", "a", "b", "ssm_states", "cache_indices", "cache_steps",
+            "retrieve_parent_token", "lower_bound",
+        ),
+        "verification by a Kimi Delta Attention layer",
+        "kda_verify",
+    ),
+    PatchPoint(
+        "sglang.srt.speculative.spec_utils.commit_mamba_states_after_verify",
+        ("target_worker", "batch", "accept_lens", "accept_index", "draft_token_num"),
+        "the accepted path of a draft tree",
+        "keep_accepted_path",
+    ),
+    PatchPoint(
+        f"{_HYBRID}.HybridLinearAttnBackend.update_mamba_state_after_mtp_verify",
+        ("self", "last_correct_step_indices", "mamba_track_indices", "mamba_steps_to_track", "model"),
+        "cursors move by what was accepted, and states that are tracked are made current",
+        "end_of_verification",
+    ),
+    PatchPoint(
+        "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify",
+        ("mamba_caches", "state_indices_tensor", "last_correct_step_indices"),
+        "only the convolution's states are rolled back by copies",
+        "roll_back_convolution",
+    ),
+)  # fmt: skip
+
 # Called, never wrapped.
 RELIED_ON = (
     PatchPoint(f"{_POOL}.MambaPool.register_slot_state", ("self", "state"), "rings follow their slots"),
@@ -198,6 +247,18 @@ RELIED_ON = (
         "sglang.srt.arg_groups.overrides.declare_resolution",
         ("server_args", "source"),
         "decisions on server arguments",
+    ),
+    PatchPoint(
+        "sglang.srt.arg_groups.overrides.max_speculative_num_draft_tokens",
+        ("server_args",),
+        "the longest draft",
+    ),
+    PatchPoint("sglang.srt.speculative.ragged_verify.read_ragged_verify_mode", (), "drafts of equal length"),
+    PatchPoint("sglang.srt.runtime_context.get_server_args", (), "the settings, where a pool is made"),
+    PatchPoint(
+        f"{_POOL}.conv_window_dedup_enabled",
+        ("is_npu", "is_cpu", "speculative_eagle_topk", "is_kda"),
+        "bytes of the convolution's windows",
     ),
 )
 

@@ -38,6 +38,7 @@ def register() -> None:
     for point in EVERYWHERE:
         HookRegistry.register(point.target, getattr(hooks, point.hook), HookType.AROUND)
     register_resolution_hook(resolution.STEP)(resolution.resolve)
+    register_resolution_hook(resolution.SPECULATION_STEP)(resolution.resolve_speculation)
 
 
 def _too_old(error: ImportError) -> None:

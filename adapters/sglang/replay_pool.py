@@ -8,6 +8,7 @@ knows SGLang's slots, not its requests, batches or models.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +31,20 @@ def allocate_rings(
     }
 
 
+class Accepted(NamedTuple):
+    """What a verification step accepted of draft trees.
+
+    Attributes:
+        index: `[B, A]` int, accepted nodes in order, numbered through the batch; negative behind the last.
+        lens: `[B]` int, how many.
+        nodes: nodes of each tree.
+    """
+
+    index: torch.Tensor
+    lens: torch.Tensor
+    nodes: int
+
+
 class ReplayPool:
     """Rings of all recurrent layers of a model, and one pair of cursors for each slot.
 
@@ -43,6 +58,7 @@ class ReplayPool:
         rings: per layer the ring tensors by name.
         cursors: start and history of each slot, shared by all layers.
         backend: kernel backend.
+        accepted: draft trees that are being committed, if any.
     """
 
     def __init__(
@@ -77,6 +93,8 @@ class ReplayPool:
         self.rates = None if rates is None else tuple(rates)
         self._table = LayerTable.build(self.rule, list(states), self.rings, self.rates)
         self._handed_out: list[torch.Tensor] = []
+        self.accepted: Accepted | None = None
+        self._parents: torch.Tensor | None = None
 
     @property
     def rule(self) -> Rule:
@@ -91,17 +109,57 @@ class ReplayPool:
 
     # Steps.
 
-    def index(self, slots: torch.Tensor) -> StepIndex:
-        """The rows of a step, for the kernels; `slots` `[B]` int, padded rows negative or `PAD_SLOT`."""
-        return StepIndex(state_indices=slots, pad_slot_id=PAD_SLOT)
+    def index(self, slots: torch.Tensor, parents: torch.Tensor | None = None, layer: int = 0) -> StepIndex:
+        """The rows of a step, for the kernels.
 
-    def commit(self, slots: torch.Tensor) -> None:
-        """End a decode step of one token in each row: once, after all layers."""
+        Args:
+            slots: `[B]` int, padded rows negative or `PAD_SLOT`.
+            parents: `[B, T]` int, SGLang's parents of a draft tree's nodes, the root its own.
+            layer: the layer's number; a step's first layer looks at `parents`, the others have the same.
+        """
+        if parents is None:
+            return StepIndex(state_indices=slots, pad_slot_id=PAD_SLOT)
+        if layer == 0:
+            self._parents = parents.index_fill(1, parents.new_zeros(1, dtype=torch.int64), -1)
+        return StepIndex(state_indices=slots, pad_slot_id=PAD_SLOT, parents=self._parents)
+
+    def compact(self, slots: torch.Tensor, path: torch.Tensor, path_len: torch.Tensor) -> None:
+        """Move the records of a draft tree's accepted path to the front; before `commit`.
+
+        Args:
+            slots: `[B]` int, each but the padded ones once.
+            path: `[B, A]` int, the accepted nodes in order.
+            path_len: `[B]` int, how many.
+        """
+        kernels.compact(
+            self._table,
+            self.cursors.start,
+            self.cursors.history,
+            path,
+            path_len,
+            torch.where(slots > PAD_SLOT, slots, -1),
+            backend=self.backend,
+        )
+
+    def commit(
+        self,
+        slots: torch.Tensor,
+        drafts: torch.Tensor | int = 1,
+        accepted: torch.Tensor | int | None = None,
+    ) -> None:
+        """End a step, once, after all layers; by default a decode step of one token in each row.
+
+        Args:
+            slots: `[B]` int, padded rows negative or `PAD_SLOT`.
+            drafts: `[B]` int, tokens of each row as the layers saw them.
+            accepted: `[B]` int; `None`: all.
+        """
         kernels.commit(
             self.cursors.start,
             self.cursors.history,
             slots,
-            1,
+            drafts,
+            accepted,
             window=self.cursors.window,
             rows=self.cursors.rows,
             pad_slot_id=PAD_SLOT,
@@ -114,28 +172,31 @@ class ReplayPool:
         """Make the states of `slots` (`[B]` or `[]` int) current and their rings empty."""
         self.settle()
         slots = slots.reshape(-1)
-        self._write_states(slots, slots)
+        self._write_states(slots, slots, self._history(slots))
         self._empty(slots)
 
-    def snapshot(self, slots: torch.Tensor, targets: torch.Tensor) -> None:
-        """Write the current states of `slots` into `targets` (both `[B]` int), whose rings become empty.
+    def snapshot(self, slots: torch.Tensor, targets: torch.Tensor, newer: torch.Tensor | int = 0) -> None:
+        """Write the states of `slots` into `targets` (both `[B]` int), whose rings become empty.
 
         Rows with a target of `PAD_SLOT` or less are skipped. Histories of `slots` stay; a slot without one
-        is not copied, since whoever asks has copied its state.
+        is not copied, since whoever asks has copied its state. Of a history the `newer` (`[B]` int) last
+        tokens are left out.
         """
         self.settle()
-        self._write_states(slots, targets)
+        self._write_states(slots, targets, self._history(slots) - newer)
         self._empty(targets)
 
-    def _write_states(self, slots: torch.Tensor, targets: torch.Tensor) -> None:
-        history = self.cursors.history[slots.clamp(min=PAD_SLOT).long()]
-        wanted = (history > 0) & (targets > PAD_SLOT)
+    def _history(self, slots: torch.Tensor) -> torch.Tensor:
+        return self.cursors.history[slots.clamp(min=PAD_SLOT).long()]
+
+    def _write_states(self, slots: torch.Tensor, targets: torch.Tensor, count: torch.Tensor) -> None:
+        wanted = (count > 0) & (targets > PAD_SLOT)
         kernels.materialize(
             self.rule,
             self._table,
             None,
             self.cursors.start,
-            history,
+            count,
             torch.where(wanted, slots, -1),
             torch.where(wanted, targets, -1),
             window=self.cursors.window,

@@ -1,21 +1,35 @@
 """SGLang's resolution of server arguments: what is taken over, what is refused, what is decided.
 
-SGLang's flag `--enable-linear-replayssm` switches the adapter on. Its own replay decoding and the guards
-that belong to it are then switched off, as if the flag had not been given: all of SGLang but the patched
-functions runs as without it.
+SGLang's flags `--enable-linear-replayssm` and `--enable-linear-replayssm-spec` switch the adapter on. Its own
+replay and the guards that belong to it are then switched off, as if no flag had been given: all of SGLang but
+the patched functions runs as without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from replayssm.adapters.sglang import hooks
-from replayssm.adapters.sglang.patch_points import EVERYWHERE, RELIED_ON, SCHEDULER, check, prove_live
-from replayssm.adapters.sglang.settings import ENV_SWITCH, OPTIONS, SETTINGS, Options, settle
+from replayssm.adapters.sglang.patch_points import (
+    EVERYWHERE,
+    RELIED_ON,
+    SCHEDULER,
+    SPECULATION,
+    check,
+    prove_live,
+)
+from replayssm.adapters.sglang.settings import ENV_SWITCH, OPTIONS, SETTINGS, Options, Settings, settle
 
 STEP = "handle_linear_attn_backend"
 """The step of SGLang's resolution that the adapter wraps."""
+
+SPECULATION_STEP = "handle_speculative_decoding"
+"""The later step, after which the drafts' algorithm and lengths are known."""
+
+ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH", "DSPARK")
+"""Speculation whose verification ends where the adapter moves the cursors; NEXTN is EAGLE."""
 
 _STOCK = f"set {ENV_SWITCH}=off for SGLang's own"
 
@@ -31,12 +45,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     view = resolving_view(server_args)
     options: Options = getattr(server_args, OPTIONS, Options())
-    if view.enable_linear_replayssm_spec:
-        raise ValueError(
-            "replayssm does not serve speculation with SGLang yet: leave --enable-linear-replayssm-spec out, "
-            f"or {_STOCK}"
-        )
-    if not view.enable_linear_replayssm:
+    speculation = bool(view.enable_linear_replayssm_spec)
+    if not view.enable_linear_replayssm and not speculation:
         if options.given:
             raise ValueError(
                 f"{', '.join(options.given)} without --enable-linear-replayssm has no effect: add that flag, "
@@ -45,24 +55,74 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         previous(server_args)
         return
     refuse(view)
-    check((*EVERYWHERE, *SCHEDULER, *RELIED_ON))
+    check((*EVERYWHERE, *SCHEDULER, *(SPECULATION if speculation else ()), *RELIED_ON))
     prove_live(EVERYWHERE, vars(hooks))
     settings = settle(options, view.linear_replayssm_cache_len, view.mamba_ssm_dtype)
-    decided: dict[str, Any] = {"enable_linear_replayssm": False}
-    if view.linear_attn_decode_backend is None and view.linear_attn_backend == "triton":
-        decided["linear_attn_decode_backend"] = "triton"
+    decided: dict[str, Any] = {"enable_linear_replayssm": False, "enable_linear_replayssm_spec": False}
+    phases = ("decode", "verify") if speculation else ("decode",)
+    for phase in phases:
+        # As typed: of some models SGLang has decided on other kernels by now.
+        if getattr(server_args, _backend(phase)) is None and view.linear_attn_backend == "triton":
+            decided[_backend(phase)] = "triton"
     if settings.ssm_dtype is not None:
         decided["mamba_ssm_dtype"] = settings.ssm_dtype
     declare_resolution(server_args, "replayssm", **decided)
     previous(server_args)
     view = resolving_view(server_args)
-    decode = view.linear_attn_decode_backend or view.linear_attn_backend
-    if decode != "triton":
+    for phase in phases:
+        backend = getattr(view, _backend(phase)) or view.linear_attn_backend
+        if backend != "triton":
+            raise ValueError(
+                "replayssm stands in for SGLang's triton kernels of linear attention: expected "
+                f"--linear-attn-{phase}-backend triton, got {backend!r}; leave it out or set it to triton"
+            )
+    setattr(server_args, SETTINGS, replace(settings, speculation=speculation))
+
+
+def resolve_speculation(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Complete the settings with the lengths of drafts, once SGLang has decided on them.
+
+    Raises:
+        ValueError: speculation that cannot work; says what to do.
+    """
+    from sglang.srt.arg_groups.overrides import max_speculative_num_draft_tokens, resolving_view
+    from sglang.srt.environ import envs
+    from sglang.srt.speculative.ragged_verify import RaggedVerifyMode, read_ragged_verify_mode
+
+    previous(server_args)
+    settings: Settings | None = getattr(server_args, SETTINGS, None)
+    if settings is None or not settings.speculation:
+        return
+    view = resolving_view(server_args)
+    algorithm = view.speculative_algorithm
+    if algorithm not in ALGORITHMS:
         raise ValueError(
-            "replayssm stands in for SGLang's triton kernels of linear attention: expected "
-            f"--linear-attn-decode-backend triton, got {decode!r}; leave it out or set it to triton"
+            f"--speculative-algorithm {algorithm}: its commits do not end where replayssm moves its cursors; "
+            f"expected one of NEXTN, {', '.join(ALGORITHMS)}, or leave --enable-linear-replayssm-spec out"
         )
-    setattr(server_args, SETTINGS, settings)
+    if envs.SGLANG_ENABLE_PP_SPEC.get():
+        raise ValueError(
+            "SGLANG_ENABLE_PP_SPEC: drafts are committed after the next batch was verified, when their rows "
+            "are no longer known to replayssm; unset it, or leave --enable-linear-replayssm-spec out"
+        )
+    if read_ragged_verify_mode() is not RaggedVerifyMode.STATIC:
+        raise ValueError(
+            "SGLANG_RAGGED_VERIFY_MODE: replayssm verifies drafts of equal length; expected static, got "
+            f"{read_ragged_verify_mode().value}; unset it, or leave --enable-linear-replayssm-spec out"
+        )
+    tokens = max_speculative_num_draft_tokens(server_args)
+    tree = (view.speculative_eagle_topk or 1) > 1 and algorithm != "NGRAM"
+    path = min(tokens, view.speculative_num_steps + 1) if tree else tokens
+    if path > settings.window:
+        raise ValueError(
+            f"a step may accept {path} tokens, and the window is {settings.window}: expected at least "
+            f"{path}; raise --linear-replayssm-cache-len, or lower the number of draft tokens"
+        )
+    setattr(server_args, SETTINGS, replace(settings, max_draft=tokens, max_path=path))
+
+
+def _backend(phase: str) -> str:
+    return f"linear_attn_{phase}_backend"
 
 
 def refuse(view: Any) -> None:
@@ -71,6 +131,18 @@ def refuse(view: Any) -> None:
     Raises:
         ValueError: names the first of them, why, and what to do.
     """
+    algorithm = getattr(view, "speculative_algorithm", None)
+    speculation = getattr(view, "enable_linear_replayssm_spec", False)
+    if algorithm and not speculation:
+        raise ValueError(
+            f"--enable-linear-replayssm serves steps of one token, and --speculative-algorithm {algorithm} "
+            f"verifies drafts: add --enable-linear-replayssm-spec, or leave one of them out, or {_STOCK}"
+        )
+    if speculation and not algorithm:
+        raise ValueError(
+            "--enable-linear-replayssm-spec without --speculative-algorithm verifies nothing: add an "
+            "algorithm, or use --enable-linear-replayssm"
+        )
     for field, argument, why in _REFUSED:
         if getattr(view, field, None):
             raise ValueError(
@@ -83,11 +155,6 @@ def refuse(view: Any) -> None:
 
 # Field, argument, why.
 _REFUSED = (
-    (
-        "speculative_algorithm",
-        "--speculative-algorithm",
-        "replayssm does not serve speculation with SGLang yet",
-    ),
     (
         "enable_unified_memory",
         "--enable-unified-memory",

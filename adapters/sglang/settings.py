@@ -70,11 +70,17 @@ class Settings:
         window: L.
         backend: kernel backend.
         ssm_dtype: SGLang's name of the state's format; `None` leaves it to SGLang.
+        speculation: serve verification steps too.
+        max_draft: the most tokens (tree nodes) of a request in one step.
+        max_path: the most of them that one step may accept; `None`: all.
     """
 
     window: int
     backend: str
     ssm_dtype: str | None
+    speculation: bool = False
+    max_draft: int = 1
+    max_path: int | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.adapters.sglang.cpu_engine.cpu_speculation import fill_parents
+
 if find_spec("sglang") is None:
     assert "EXPECT_SGLANG" not in os.environ, "ci/sglang.sh runs these tests and SGLang can't be found"
     collect_ignore_glob = ["test_*.py"]
@@ -23,12 +25,20 @@ def _plugins() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update of the short convolution, a GPU kernel, passes its inputs on."""
+    """The update of the short convolution, a GPU kernel, passes its inputs on.
+
+    In a verification step it also works out the parents in a draft tree, which stays.
+    """
     from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
     from sglang.srt.layers.attention.mamba import mamba
 
     def same(x: Any, *args: Any, **kwargs: Any) -> Any:
+        parents = kwargs.get("retrieve_parent_token")
+        if parents is not None:
+            children, siblings = kwargs["retrieve_next_token"], kwargs["retrieve_next_sibling"]
+            fill_parents(parents, children, siblings)
         return x
 
     for module in (gdn_backend, kda_backend, mamba):
-        monkeypatch.setattr(module, "causal_conv1d_update", same, raising=False)
+        for name in ("causal_conv1d_update", "causal_conv1d_update_triton"):
+            monkeypatch.setattr(module, name, same, raising=False)

@@ -59,10 +59,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_model(rule: str, folder: Path) -> Path:
+def write_model(rule: str, folder: Path, **changes: Any) -> Path:
     """A model directory that has a configuration and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[rule]))
+    (folder / "config.json").write_text(json.dumps(CONFIGS[rule] | changes))
     return folder
 
 
@@ -129,6 +129,8 @@ class Engine:
             mamba_layer_ids=params.layers,
             enable_mamba_extra_buffer=False,
             enable_overlap_schedule=False,
+            speculative_num_draft_tokens=runtime_context.max_speculative_num_draft_tokens(),
+            speculative_eagle_topk=runtime_context.get_spec().speculative_eagle_topk,
         )
         weights = _weights(rule, params.shape.temporal)
         runner = _runner(
@@ -142,8 +144,8 @@ class Engine:
             token_to_kv_pool=None, req_to_token_pool=pool, kv_index_translator=None, needs_cpu_seq_lens=False,
             use_captured_forward_metadata_for_breakable_cuda_graph=False,
         )  # fmt: skip
-        hybrid = attn_backend_wrapper(runner, full)
-        return cls(rule, args, runner, hybrid.linear_attn_backend, weights)
+        runner.attn_backend = attn_backend_wrapper(runner, full)
+        return cls(rule, args, runner, runner.attn_backend.linear_attn_backend, weights)
 
     @property
     def slots(self) -> Any:
@@ -194,6 +196,38 @@ class Engine:
         outputs: list[torch.Tensor] = self.forward(forward_batch, run)
         return outputs
 
+    def verify(
+        self, rows: Sequence[int], tokens: list[Inputs], drafts: int, parents: Sequence[Sequence[int]] = ()
+    ) -> list[torch.Tensor]:
+        """One verification step of the requests in `rows` (0: a padded row), through all layers.
+
+        Args:
+            rows: rows of the request pool.
+            tokens: for each layer the inputs of each row's tokens, row by row.
+            drafts: tokens of each row.
+            parents: of draft trees, for each row the parent of each token, -1 for the first.
+
+        Returns:
+            Per layer the outputs, `[B, drafts, HV, V]`.
+        """
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        links = [_links(row) for row in parents]
+        spec_info = SimpleNamespace(
+            draft_token_num=drafts,
+            ragged_verify_layout=None,
+            retrieve_next_token=torch.tensor([children for children, _ in links]) if links else None,
+            retrieve_next_sibling=torch.tensor([siblings for _, siblings in links]) if links else None,
+        )
+        forward_batch = make_batch(ForwardMode.TARGET_VERIFY, rows, drafts, spec_info=spec_info)
+
+        def run() -> list[torch.Tensor]:
+            self.backend.init_forward_metadata(forward_batch)
+            return [self._layer(forward_batch, layer, inputs) for layer, inputs in enumerate(tokens)]
+
+        outputs: list[torch.Tensor] = self.forward(forward_batch, run)
+        return [out.unflatten(0, (len(rows), drafts)) for out in outputs]
+
     def _layer(self, forward_batch: Any, layer: int, inputs: Inputs) -> torch.Tensor:
         layer_id = self.slots.mamba_pool.mamba_layer_ids[layer]
         _, _, HV, V, K = self.states.shape
@@ -202,7 +236,9 @@ class Engine:
             x, B, C, dt = (inputs[name] for name in ("x", "B", "C", "dt"))
             gate = torch.zeros_like(x).flatten(1)
             hidden = torch.cat([gate, x.flatten(1), B.flatten(1), C.flatten(1), dt], dim=-1)
-            out = self.backend.forward(mixer, hidden, None, layer_id, forward_batch)
+            out = self.backend.forward(
+                mixer, hidden, None, layer_id, forward_batch, use_triton_causal_conv=True
+            )
             return out.view(len(hidden), HV, V)
         weights = self.weights[layer]
         H = inputs["q"].shape[1]
@@ -216,7 +252,9 @@ class Engine:
         a, b = inputs["a"].flatten(1), inputs["b"]
         if self.rule == "kda":
             a, b = a[None], b[None]
-        out = self.backend.forward_decode(served, forward_batch, mixed, a, b)
+        verify = forward_batch.forward_mode.is_target_verify()
+        run = self.backend.forward_extend if verify else self.backend.forward_decode
+        out = run(served, forward_batch, mixed, a, b)
         assert out.shape == (1, len(mixed), HV, V)
         return out[0]
 
@@ -258,8 +296,17 @@ class Engine:
         return {**token, "g": g, "beta": torch.sigmoid(token.pop("b"))}
 
 
-def make_batch(mode: Any, rows: Sequence[int], **given: Any) -> Any:
-    """A `ForwardBatch` with the attributes that SGLang's recurrent backends read."""
+def _links(parents: Sequence[int]) -> tuple[list[int], list[int]]:
+    """First child and next sibling of each node, as SGLang describes a draft tree; -1 for none."""
+    children, siblings = [-1] * len(parents), [-1] * len(parents)
+    for node in reversed(range(1, len(parents))):
+        siblings[node] = children[parents[node]]
+        children[parents[node]] = node
+    return children, siblings
+
+
+def make_batch(mode: Any, rows: Sequence[int], tokens: int = 1, **given: Any) -> Any:
+    """A `ForwardBatch` with the attributes that SGLang's recurrent backends read; `tokens` in each row."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     batch = len(rows)
@@ -267,7 +314,7 @@ def make_batch(mode: Any, rows: Sequence[int], **given: Any) -> Any:
     return ForwardBatch(
         forward_mode=mode,
         batch_size=batch,
-        input_ids=torch.zeros(batch, dtype=torch.int64),
+        input_ids=torch.zeros(batch * tokens, dtype=torch.int64),
         req_pool_indices=torch.tensor(rows, dtype=torch.int64),
         seq_lens=lens,
         out_cache_loc=lens,

@@ -7,8 +7,10 @@ the chunk. Decode steps are SGLang's own, with replay.
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,30 @@ from tests.adapters.sglang.engine import LAYERS, Engine, Inputs, make_batch
 VOCABULARY = 3
 TOLERANCE = 2e-4
 """Sequences are short and states of order one; an error that is a fault is of order one too."""
+TOLERANCES = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 1e-1}
+"""By the states' format."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that a verification step is given for a request.
+
+    Attributes:
+        tokens: a token for each node; the first is the request's next.
+        accepted: the nodes that are accepted, the first among them.
+        parents: of a tree the parent of each node; `None` for a chain.
+    """
+
+    tokens: list[int]
+    accepted: list[int]
+    parents: list[int] | None = None
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the first to `node`."""
+        if self.parents is None:
+            return self.tokens[: node + 1]
+        before = self.path(self.parents[node]) if node else []
+        return [*before, self.tokens[node]]
 
 
 class Server:
@@ -40,6 +66,7 @@ class Server:
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
         self.engine = engine
+        self.tolerance = TOLERANCES[engine.states.dtype]
         self.inputs = engine.draw(VOCABULARY, generator)
         kv = SimpleNamespace(cpu_copy_carries_mamba=False, layer_transfer_counter=None)
         self.allocator = TokenToKVPoolAllocator(4096, torch.float32, "cpu", kv, False)
@@ -130,9 +157,109 @@ class Server:
             assert (out[len(requests) :] == 0).all(), "a padded row"
             for row, req in enumerate(requests):
                 _, want = self._token(layer, self._tokens(req))
-                torch.testing.assert_close(out[row].double(), want, rtol=TOLERANCE, atol=TOLERANCE)
+                torch.testing.assert_close(out[row].double(), want, rtol=self.tolerance, atol=self.tolerance)
         for req in requests:
             self._sample(req)
+
+    def verify(
+        self,
+        requests: Sequence[Any],
+        drafts: Sequence[Draft],
+        padded: int = 0,
+        road: str = "commit_mamba_states_after_verify",
+        targets: Sequence[int] | None = None,
+    ) -> None:
+        """One verification step of running requests, and SGLang's commit of what was accepted.
+
+        The outputs of every node are compared with the oracle's, whether the node is accepted or not.
+
+        Args:
+            requests: the requests.
+            drafts: of each request the nodes and how many are accepted, all of one length.
+            padded: padded rows behind them.
+            road: how the drafter commits, see `commit`.
+            targets: the slot that tracks each request, -1 for none.
+        """
+        nodes = len(drafts[0].tokens)
+        tree = drafts[0].parents is not None
+        ids = torch.tensor([token for draft in drafts for token in draft.tokens] + [0] * padded * nodes)
+        tokens: list[Inputs] = [{name: value[ids] for name, value in layer.items()} for layer in self.inputs]
+        rows = [req.kv.req_pool_idx for req in requests] + [0] * padded
+        parents = [draft.parents or [] for draft in drafts] + [[-1] * nodes] * padded if tree else ()
+        outputs = self.engine.verify(rows, tokens, nodes, parents)
+        for layer, out in enumerate(outputs):
+            assert (out[len(requests) :] == 0).all(), "a padded row"
+            for row, (req, draft) in enumerate(zip(requests, drafts, strict=True)):
+                for node in range(nodes):
+                    fed = [*self._tokens(req)[:-1], *draft.path(node)]
+                    _, want = self._token(layer, fed)
+                    torch.testing.assert_close(
+                        out[row, node].double(), want, rtol=self.tolerance, atol=self.tolerance
+                    )
+        self.commit(requests, drafts, road, targets)
+        for req, draft in zip(requests, drafts, strict=True):
+            for node in draft.accepted:
+                self._grow(req)
+                if node:
+                    req.output_ids.append(draft.tokens[node])
+            self._sample(req)
+
+    def commit(
+        self, requests: Sequence[Any], drafts: Sequence[Draft], road: str, targets: Sequence[int] | None
+    ) -> None:
+        """SGLang's own commit of a verification step.
+
+        Drafters for EAGLE and n-grams call a common function; DFLASH and DSPARK bring their own.
+        """
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.speculative import spec_utils
+        from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+        from sglang.srt.speculative.dspark_components.dspark_worker_v2 import DSparkWorkerV2
+
+        nodes = len(drafts[0].tokens)
+        lens = torch.tensor([len(draft.accepted) for draft in drafts], dtype=torch.int32)
+        before = torch.tensor([self._fed(req) for req in requests])
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            req_pool_indices=torch.tensor([req.kv.req_pool_idx for req in requests]),
+            seq_lens=before,
+            seq_lens_cpu=before,
+            mamba_track_indices=None if targets is None else torch.tensor(targets),
+            tree_cache=SimpleNamespace(page_size=1),
+        )
+        worker = SimpleNamespace(model_runner=self.engine.runner)
+        if road == "commit_mamba_states_after_verify":
+            index = torch.full((len(drafts), nodes), -1, dtype=torch.int32)
+            for row, draft in enumerate(drafts):
+                accepted = torch.tensor(draft.accepted, dtype=torch.int32)
+                index[row, : len(accepted)] = accepted + row * nodes
+            spec_utils.commit_mamba_states_after_verify(worker, batch, lens, index, nodes)
+            return
+        commit = {
+            "dflash": DFlashWorkerV2._update_target_mamba_state_after_verify,
+            "dspark": DSparkWorkerV2._commit_target_mamba_states_after_verify,
+        }[road]
+        drafter = SimpleNamespace(target_worker=worker, _need_mamba_verify_commit=True)
+        commit(
+            drafter, batch=batch, seq_lens_pre_verify=before, seq_lens_post_verify=before + lens,
+            commit_lens=lens,
+        )  # fmt: skip
+
+    def draft(self, req: Any, nodes: int, accepted: int, rng: random.Random, tree: bool = False) -> Draft:
+        """A draft of which the first `accepted` tokens on one path are what the request would sample.
+
+        The first is the token that the request feeds anyway; the others are random.
+        """
+        path = [self._tokens(req)[-1]]
+        while len(path) < accepted:
+            path.append(self._next([*self._tokens(req)[:-1], *path], len(req.output_ids) + len(path) - 1))
+        places = [0, *sorted(rng.sample(range(1, nodes), accepted - 1))] if tree else range(accepted)
+        tokens = [rng.randrange(VOCABULARY) for _ in range(nodes)]
+        parents = [-1, *(rng.randrange(node) for node in range(1, nodes))]
+        for number, place in enumerate(places):
+            tokens[place] = path[number]
+            parents[place] = places[number - 1] if number else -1
+        return Draft(tokens, list(places), parents if tree else None)
 
     def finish(self, req: Any) -> None:
         """End a request: SGLang's cache takes its state and frees what it held."""
@@ -199,7 +326,11 @@ class Server:
 
     def _sample(self, req: Any) -> None:
         """A next token, by a rule of its own so that requests often share prefixes."""
-        req.output_ids.append((sum(self._tokens(req)) + len(req.output_ids)) % VOCABULARY)
+        req.output_ids.append(self._next(self._tokens(req), len(req.output_ids)))
+
+    def _next(self, tokens: Sequence[int], outputs: int) -> int:
+        """The token that follows `tokens`, of which `outputs` have been sampled."""
+        return (sum(tokens) + outputs) % VOCABULARY
 
     def _prefill(self, rows: list[tuple[Any, int, int]]) -> None:
         """A forward pass over tokens `[start, end)` of each request, mixed if some are in decode."""
@@ -232,7 +363,9 @@ class Server:
                 before, after = self.state(tokens[:start]), self.state(tokens[:end])
                 for layer in range(LAYERS):
                     found = self.engine.states[layer, slot]
-                    torch.testing.assert_close(found.double(), before[layer], rtol=TOLERANCE, atol=TOLERANCE)
+                    torch.testing.assert_close(
+                        found.double(), before[layer], rtol=self.tolerance, atol=self.tolerance
+                    )
                     found.copy_(after[layer])
 
         self.engine.forward(batch, run)

@@ -1,7 +1,8 @@
-"""A decode step waits for nothing (L21): SGLang's `_forward_raw` with replay, as on an accelerator."""
+"""A step waits for nothing (L21): SGLang's `_forward_raw` and commits with replay, as on an accelerator."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,22 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from replayssm.core import rows
-from tests.adapters.sglang.engine import RULES
+from tests.adapters.sglang import test_verify
+from tests.adapters.sglang.engine import RULES, Engine
+from tests.adapters.sglang.server import Server
 from tests.adapters.sglang.test_decode import WINDOW, start
+from tests.adapters.sglang.test_verify import DRAFTS, ROADS
 from tests.support import NoReadBack
+
+
+def leave_preparation_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sglangs = engine.backend.init_forward_metadata
+
+    def prepare(forward_batch: Any) -> None:
+        with _disable_current_modes():
+            sglangs(forward_batch)
+
+    monkeypatch.setattr(engine.backend, "init_forward_metadata", prepare)
 
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["rows known", "mask on the device"])
@@ -30,13 +44,7 @@ def test_decode_reads_nothing_back(
         monkeypatch.setattr(backend, kernel, lambda *args, **given: None)
     monkeypatch.setattr(rows, "may_read_back", lambda tensor: False)
     engine = start(rule, tmp_path)
-    sglangs = engine.backend.init_forward_metadata
-
-    def prepare(forward_batch: Any) -> None:
-        with _disable_current_modes():
-            sglangs(forward_batch)
-
-    monkeypatch.setattr(engine.backend, "init_forward_metadata", prepare)
+    leave_preparation_out(engine, monkeypatch)
     generator = torch.Generator().manual_seed(2)
     requests, slots, target = [1, 2, 3], torch.tensor([3, 5, 2]), 4
     engine.slots.req_index_to_mamba_index_mapping[requests] = slots.int()
@@ -51,3 +59,31 @@ def test_decode_reads_nothing_back(
             engine.decode([*requests, 0], step, mask if on_host else None, **tracked)
     for slot in (*slots.tolist(), target):
         assert engine.states[:, slot].abs().amax() > 0, "no flush and no snapshot was seen"
+
+
+@pytest.mark.parametrize(("breadth", "road"), [(3, ROADS[0]), *((1, road) for road in ROADS)])
+@pytest.mark.parametrize("rule", RULES)
+def test_verification_reads_nothing_back(
+    rule: str, breadth: int, road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verifications and their commits, with flushes and a tracked state, and standard steps between."""
+    test_verify.note_convolutions(monkeypatch)
+    monkeypatch.setattr(rows, "may_read_back", lambda tensor: False)
+    engine = test_verify.start(rule, tmp_path, breadth)
+    leave_preparation_out(engine, monkeypatch)
+    server = Server(engine, torch.Generator().manual_seed(2))
+    requests = [server.admit([0, 1, 2]), server.admit([1, 0, 0, 2])]
+    target = int(engine.slots.mamba_allocator.alloc(1))
+    generator, rng = torch.Generator().manual_seed(2), random.Random(1)
+    tokens, standard = engine.draw(3 * DRAFTS, generator), engine.draw(2, generator)
+    drafts = [server.draft(req, DRAFTS, 3, rng, breadth > 1) for req in requests]
+    parents = [*(draft.parents for draft in drafts), [-1] * DRAFTS] if breadth > 1 else ()
+    request_rows = [req.kv.req_pool_idx for req in requests]
+    before = engine.states.clone()
+    with NoReadBack():
+        for _ in range(4):
+            engine.verify([*request_rows, 0], tokens, DRAFTS, parents)
+            server.commit(requests, drafts, road, [target, -1])
+            engine.decode(request_rows, standard)
+    for slot in (*(int(req.kv.mamba_pool_idx) for req in requests), target):
+        assert not torch.equal(engine.states[:, slot], before[:, slot]), "no flush and no snapshot was seen"

@@ -16,8 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from replayssm.adapters.sglang import hooks, patch_points, plugin, resolution, settings
-from replayssm.adapters.sglang.patch_points import EVERYWHERE, RELIED_ON, SCHEDULER, Incompatible, PatchPoint
+from replayssm.adapters.sglang import hooks, patch_points, plugin, resolution, served, settings
+from replayssm.adapters.sglang.patch_points import (
+    EVERYWHERE,
+    RELIED_ON,
+    SCHEDULER,
+    SPECULATION,
+    Incompatible,
+    PatchPoint,
+)
 from replayssm.core.config import ConfigError
 from tests.adapters.sglang.engine import RULES, Engine, server_args, write_model
 
@@ -62,7 +69,7 @@ def test_options_in_a_fresh_process(model: Path) -> None:
     found, text = process(
         model, "--enable-linear-replayssm", "--replayssm-window", "8", REPLAYSSM_BACKEND="torch"
     )
-    assert found == [{"window": 8, "backend": "torch"}, False], text
+    assert found == [{"window": 8, "backend": "torch", "speculation": False}, False], text
 
 
 @pytest.mark.parametrize(
@@ -80,9 +87,9 @@ def test_sglang_alone(model: Path, arguments: tuple[str, ...], environment: Any,
 
 
 def test_a_refusal_ends_the_process(model: Path) -> None:
-    found, text = process(model, "--enable-linear-replayssm-spec", "--speculative-algorithm", "NEXTN")
+    found, text = process(model, "--enable-linear-replayssm-spec")
     assert found is None
-    assert "ValueError: replayssm does not serve speculation with SGLang yet" in text
+    assert "ValueError: --enable-linear-replayssm-spec without --speculative-algorithm" in text
 
 
 def resolved(model: Path, **options: Any) -> Any:
@@ -108,8 +115,8 @@ def test_precision_decides_sglangs_states(model: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_linear_replayssm_spec": True}, "does not serve speculation with SGLang yet"),
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm can't be used together"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM verifies drafts: add"),
+        ({"enable_linear_replayssm_spec": True}, "without --speculative-algorithm verifies nothing"),
         ({"enable_unified_memory": True}, "slots of states move"),
         ({"enable_pdmux": True}, "no moment at which rings can be emptied"),
         ({"linear_attn_decode_backend": "cutedsl"}, "expected --linear-attn-decode-backend triton"),
@@ -120,6 +127,79 @@ def test_precision_decides_sglangs_states(model: Path, monkeypatch: pytest.Monke
 def test_refusals(model: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolved(model, **{"enable_linear_replayssm": True, **options})
+
+
+SPEC = {
+    "enable_linear_replayssm_spec": True,
+    "speculative_algorithm": "NGRAM",
+    "linear_replayssm_cache_len": 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        ({"linear_attn_verify_backend": "flashinfer"}, {}, "expected --linear-attn-verify-backend triton"),
+        ({"linear_replayssm_cache_len": 11}, {}, "may accept 12 tokens, and the window is 11"),
+        ({"speculative_algorithm": "FROZEN_KV_MTP"}, {}, "FROZEN_KV_MTP: its commits do not end where"),
+        ({}, {"SGLANG_ENABLE_PP_SPEC": "1"}, "SGLANG_ENABLE_PP_SPEC: drafts are committed after the next"),
+        ({}, {"SGLANG_RAGGED_VERIFY_MODE": "compact"}, "expected static, got compact"),
+        ({"enable_unified_memory": True}, {}, "slots of states move"),
+    ],
+    ids=["backend", "window", "algorithm", "pipeline", "ragged", "unified memory"],
+)
+def test_refusals_with_speculation(
+    model: Path,
+    options: dict[str, Any],
+    environment: dict[str, str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """L20: refused at start, not in the middle of a run."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        resolved(model, **{**SPEC, **draft_model(model), **options})
+
+
+def draft_model(model: Path) -> dict[str, Any]:
+    return {
+        "speculative_draft_model_path": str(model),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 12,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "drafts", "path"),
+    [
+        ({"speculative_num_draft_tokens": 12}, 12, 12),
+        ({"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}, 4, 4),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4}, 16, 4),
+        ({"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_adaptive": True}, 8, 8),
+    ],
+    ids=["n-gram", "NEXTN", "tree", "adaptive"],
+)
+def test_lengths_of_drafts(model: Path, options: dict[str, Any], drafts: int, path: int) -> None:
+    """The longest draft, and of an EAGLE tree its longest path, decide on rings and window."""
+    eagle = {**draft_model(model), "speculative_num_draft_tokens": 16}
+    args = resolved(model, **{**SPEC, **(eagle if "speculative_eagle_topk" in options else {}), **options})
+    found = getattr(pickle.loads(pickle.dumps(args)), settings.SETTINGS)
+    assert found == settings.Settings(12, "auto", None, True, drafts, path)
+    resolved_args = args.resolved_dict()
+    assert resolved_args["replayssm"]["speculation"] is True
+    for name in ("enable_linear_replayssm", "enable_linear_replayssm_spec"):
+        assert resolved_args[name] is False, "SGLang's own replay is off"
+    assert resolved_args["linear_attn_verify_backend"] == "triton"
+
+
+def test_longer_drafts_than_resolved_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import runtime_context
+
+    monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: 13)
+    with pytest.raises(Incompatible, match=r"expected drafts of at most 12 tokens.* got 13"):
+        Engine.start("gdn", model, **SPEC)
 
 
 @pytest.mark.parametrize("field", [field for field, _, _ in resolution._REFUSED])
@@ -172,13 +252,14 @@ def test_the_off_switch_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_patch_point_fits_the_installed_sglang() -> None:
-    patch_points.check((*EVERYWHERE, *SCHEDULER, *RELIED_ON))
+    patch_points.check((*EVERYWHERE, *SCHEDULER, *SPECULATION, *RELIED_ON))
 
 
 def test_every_patch_point_has_its_hook() -> None:
-    wrapped = {point.hook for point in (*EVERYWHERE, *SCHEDULER)}
-    assert all(callable(getattr(hooks, name)) for name in wrapped)
-    assert len(wrapped) == len(EVERYWHERE) + len(SCHEDULER)
+    points = (*EVERYWHERE, *SCHEDULER, *SPECULATION)
+    wrapped = {point.hook for point in points}
+    assert all(callable(hooks.by_name()[name]) for name in wrapped)
+    assert len(wrapped) == len(points)
     assert all(point.hook == "" for point in RELIED_ON)
 
 
@@ -240,7 +321,7 @@ def test_without_the_flag_pools_are_sglangs_own(rule: str, tmp_path: Path) -> No
     pool = engine.slots.mamba_pool
     assert not hasattr(pool, "_replayssm")
     assert list(pool._slot_siblings) == []
-    assert hooks._layer_of(engine.states[0]) is None
+    assert served.layer_of(engine.states[0]) is None
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -257,6 +338,7 @@ def test_rings_are_in_the_budget(rule: str, tmp_path: Path) -> None:
         hybrid_gdn_config=hybrid_gdn_config(engine.runner.model_config),
         model_dtype=engine.runner.dtype,
         extra_mamba_cache_bytes_per_req=7,
+        spec_algorithm=None,
     )
     seen = []
 
@@ -286,8 +368,9 @@ def test_a_model_without_recurrent_layers_is_refused() -> None:
         hooks.require_rings(lambda *given: object(), runner, None)
 
 
-def test_the_step_that_is_wrapped_exists() -> None:
+def test_the_steps_that_are_wrapped_exist() -> None:
     from sglang.srt.arg_groups import pipeline, resolution_hooks
 
-    assert resolution.STEP in resolution_hooks._OVERRIDABLE_HOOKS
-    assert resolution.STEP in Path(pipeline.__file__).read_text()
+    for step in (resolution.STEP, resolution.SPECULATION_STEP):
+        assert step in resolution_hooks._OVERRIDABLE_HOOKS
+        assert step in Path(pipeline.__file__).read_text()

@@ -1,7 +1,7 @@
 """A plugin for tests: the few GPU kernels that SGLang needs to serve a small hybrid model, in torch.
 
 It is found as any plugin is, in every process, and lets SGLang's own engine run on a CPU: its scheduler,
-prefix cache, pools and models are untouched. For standard decoding on one device.
+prefix cache, pools, speculation and models are untouched. For one device.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
+import cpu_speculation
 import torch
 import torch.nn.functional as F
+from cpu_speculation import fill_parents, parents_of
 
 CHUNK = 64
 """Tokens of a chunk of SGLang's prefill kernels."""
@@ -36,6 +38,7 @@ def register() -> None:
     replace(f"{ops}.mamba.triton_ops", "mamba_chunk_scan_combined", scan)
     replace(f"{ops}.mamba.triton_ops.mamba_ssm", "selective_state_update", ssm_update)
     replace(f"{ops}.mamba.mamba_state_scatter_triton", "track_mamba_states_all_layers", track)
+    cpu_speculation.register(replace)
     # A CPU has no pinned memory.
     torch.Tensor.pin_memory = lambda self, *args: self
     platform = import_module("sglang.srt.arg_groups.mamba_hook")
@@ -51,6 +54,8 @@ def register() -> None:
     replace(f"{ops}.attention.fla.chunk", "chunk_gated_delta_rule", chunk_delta)
     packed = "fused_recurrent_gated_delta_rule_packed_decode"
     replace(f"{ops}.attention.fla.fused_recurrent", packed, packed_decode)
+    fused = "fused_sigmoid_gating_delta_rule_update"
+    replace(f"{ops}.attention.linear.fused_sigmoid_gating_recurrent", fused, verify_delta)
 
 
 def replace(module: str, name: str, function: Any) -> None:
@@ -101,14 +106,34 @@ def conv_update(
     activation: str | bool | None = None,
     *,
     conv_state_indices: torch.Tensor,
+    intermediate_conv_window: torch.Tensor | None = None,
+    retrieve_next_token: torch.Tensor | None = None,
+    retrieve_next_sibling: torch.Tensor | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
     **given: Any,
 ) -> torch.Tensor:
-    """One token of each sequence, `[B, dim]`."""
-    slots = conv_state_indices.long()
-    joined = torch.cat([conv_state[slots].to(x.dtype), x[..., None]], dim=-1)
-    y = (joined * weight).sum(-1)
-    conv_state[slots] = joined[..., 1:].to(conv_state.dtype)
-    return activate(y if bias is None else y + bias, activation)
+    """One token of each sequence, `[B, dim]`, or drafts `[B, dim, T]`, which keep their windows aside."""
+    if intermediate_conv_window is None:
+        slots = conv_state_indices.long()
+        joined = torch.cat([conv_state[slots].to(x.dtype), x[..., None]], dim=-1)
+        y = (joined * weight).sum(-1)
+        conv_state[slots] = joined[..., 1:].to(conv_state.dtype)
+        return activate(y if bias is None else y + bias, activation)
+    if retrieve_parent_token is not None:
+        assert retrieve_next_token is not None
+        assert retrieve_next_sibling is not None
+        fill_parents(retrieve_parent_token, retrieve_next_token, retrieve_next_sibling)
+    out = torch.empty_like(x)
+    for row, slot in enumerate(conv_state_indices.tolist()):
+        windows: list[torch.Tensor] = []
+        for t, parent in enumerate(parents_of(retrieve_parent_token, row, x.shape[-1])):
+            before = conv_state[slot].to(x.dtype) if parent < 0 else windows[parent]
+            joined = torch.cat([before, x[row, :, t, None]], dim=-1)
+            windows.append(joined[:, 1:])
+            y = (joined * weight).sum(-1)
+            out[row, :, t] = activate(y if bias is None else y + bias, activation)
+            intermediate_conv_window[row, t] = windows[t].to(intermediate_conv_window.dtype)
+    return out
 
 
 def unpack(
@@ -275,6 +300,45 @@ def packed_decode(
         initial_state[slot], out[row, 0] = S.to(initial_state.dtype), y.to(out.dtype)
 
 
+def verify_delta(
+    *,
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dt_bias: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    initial_state_source: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    is_kda: bool,
+    disable_state_update: bool,
+    intermediate_states_buffer: torch.Tensor,
+    cache_steps: int,
+    retrieve_parent_token: torch.Tensor | None,
+    lower_bound: float | None = None,
+    **given: Any,
+) -> torch.Tensor:
+    """A conventional verification step of a delta rule: the state of each draft token is kept aside."""
+    assert disable_state_update
+    HV, _, K = initial_state_source.shape[1:]
+    if is_kda:
+        g, beta = kda_gates(a.view(-1, HV, K), b.view(-1, HV), A_log, dt_bias, lower_bound)
+    else:
+        g, beta = (gate[0] for gate in gdn_gating(A_log, a, b, dt_bias))
+    out = torch.empty_like(v)
+    for row, slot in enumerate(initial_state_indices.tolist()):
+        states: list[torch.Tensor] = []
+        for t, parent in enumerate(parents_of(retrieve_parent_token, row, cache_steps)):
+            place = row * cache_steps + t
+            before = initial_state_source[slot].float() if parent < 0 else states[parent]
+            S, y = delta_token(before, q[0, place], k[0, place], v[0, place], g[place], beta[place])
+            states.append(S)
+            out[0, place] = y.to(out.dtype)
+            intermediate_states_buffer[row, t] = S.to(intermediate_states_buffer.dtype)
+    return out
+
+
 def gated_norm_after(
     x: torch.Tensor,
     g: torch.Tensor,
@@ -345,8 +409,17 @@ def ssm_update(
     out: torch.Tensor,
     **given: Any,
 ) -> None:
-    """A conventional decode step of Mamba-2."""
+    """A conventional decode step of Mamba-2, or a verification that keeps each draft token's state aside."""
     dt = F.softplus(dt[..., 0].float() + dt_bias[:, 0].float())
     for row, slot in enumerate(state_batch_indices.tolist()):
-        S, y = ssm_token(state[slot].float(), x[row], dt[row], A[:, 0, 0], B[row], C[row], D[:, 0])
-        state[slot], out[row] = S.to(state.dtype), y.to(out.dtype)
+        if x.dim() == 3:
+            S, y = ssm_token(state[slot].float(), x[row], dt[row], A[:, 0, 0], B[row], C[row], D[:, 0])
+            state[slot], out[row] = S.to(state.dtype), y.to(out.dtype)
+            continue
+        snapshots, states = given["intermediate_states_buffer"], []
+        for t, parent in enumerate(parents_of(given["retrieve_parent_token"], row, x.shape[1])):
+            before = state[slot].float() if parent < 0 else states[parent]
+            S, y = ssm_token(before, x[row, t], dt[row, t], A[:, 0, 0], B[row, t], C[row, t], D[:, 0])
+            states.append(S)
+            out[row, t] = y.to(out.dtype)
+            snapshots[row, t] = S.to(snapshots.dtype)

@@ -1,0 +1,289 @@
+"""Speculation in SGLang's own backends and commits, with replay, against the fp64 oracle.
+
+SGLang's roll-back of the convolution's windows is a GPU kernel; here it is a note of its call. Its copy of
+states must not be called at all.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters.sglang.engine import RULES, Engine, write_model
+from tests.adapters.sglang.server import VOCABULARY, Server
+
+WINDOW = 7
+DRAFTS = 4
+INTERVAL = 5
+"""Tokens from one state that the prefix cache tracks to the next."""
+ROADS = ("commit_mamba_states_after_verify", "dflash", "dspark")
+
+
+def note_convolutions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Slots and steps of each roll-back of the convolution's windows, as they come."""
+    from sglang.kernels.ops.mamba import mamba_state_scatter_triton as scatter
+    from sglang.srt.speculative import dflash_worker_v2, spec_utils
+    from sglang.srt.speculative.dspark_components import dspark_worker_v2
+
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def roll_back(states: Any, windows: Any, slots: torch.Tensor, steps: torch.Tensor, *args: Any) -> None:
+        calls.append((slots, steps))
+
+    monkeypatch.setattr(scatter, "fused_conv_window_scatter_with_mask", roll_back)
+    monkeypatch.setattr(scatter, "_conv_multi_eligible", lambda pairs: False)
+    for module in (spec_utils, dflash_worker_v2, dspark_worker_v2):
+        monkeypatch.setattr(module, "mamba_track_grid", lambda page_size: INTERVAL)
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def convolutions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return note_convolutions(monkeypatch)
+
+
+def start(
+    rule: str,
+    folder: Path,
+    breadth: int = 1,
+    slots: int = 10,
+    changes: dict[str, Any] | None = None,
+    **options: Any,
+) -> Engine:
+    return Engine.start(
+        rule,
+        write_model(rule, folder, **(changes or {})),
+        slots=slots,
+        requests=4,
+        **{"enable_linear_replayssm_spec": True, **options},
+        linear_replayssm_cache_len=WINDOW,
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=DRAFTS,
+        speculative_ngram_max_bfs_breadth=breadth,
+    )
+
+
+def poisoned(engine: Engine, seed: int = 5) -> Server:
+    """A server whose unused slots are full of NaN and of histories that nobody made."""
+    pool = engine.slots.mamba_pool._replayssm
+    engine.states[:, 1:].fill_(float("nan"))
+    for ring in pool.stacked.values():
+        ring.fill_(float("nan"))
+    pool.cursors.history[1:] = 3
+    pool.cursors.start[1:] = 2
+    return Server(engine, torch.Generator().manual_seed(seed))
+
+
+def assert_state(server: Server, slot: int, tokens: list[int]) -> None:
+    for layer, want in enumerate(server.state(tokens)):
+        found = server.engine.states[layer, slot].double()
+        torch.testing.assert_close(found, want, rtol=server.tolerance, atol=server.tolerance)
+
+
+def fed(req: Any) -> list[int]:
+    return [*req.origin_input_ids, *req.output_ids][:-1]
+
+
+def run_schedule(server: Server, seed: int, tree: bool) -> None:
+    """Random requests: every step is a verification of some length or a standard step."""
+    rng = random.Random(seed)
+    away: list[tuple[Any, Any]] = []
+    choices = [
+        *["admit", "mixed", "finish", "resume"] * 2, "retract", "evict", "copy", *["step"] * 4,
+        *["verify"] * 8,
+    ]  # fmt: skip
+    done = dict.fromkeys(choices, 0)
+    lengths = set()
+    target = server.engine.slots.mamba_allocator.alloc(1)
+    for _ in range(170):
+        choice = rng.choice(choices)
+        room = len(server.running) + len(away) < 4
+        if choice in ("admit", "mixed") and room:
+            known = rng.choice([[], *server.finished[-3:]])
+            prompt = [*known, *(rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 7)))]
+            decoding = list(server.running) if choice == "mixed" else []
+            server.admit(prompt, chunk=rng.choice([None, 2, 3]), decoding=decoding)
+        elif choice == "finish" and server.running:
+            server.finish(rng.choice(server.running))
+        elif choice == "retract" and server.running:
+            req = rng.choice(server.running)
+            away.append((req, server.retract(req)))
+        elif choice == "resume" and away:
+            server.resume(*away.pop(rng.randrange(len(away))))
+        elif choice == "evict":
+            server.evict(rng.randint(1, 3))
+        elif choice == "copy" and server.running:
+            req = rng.choice(server.running)
+            server.engine.slots.mamba_pool.copy_from(req.kv.mamba_pool_idx.unsqueeze(0), target)
+            assert_state(server, int(target), fed(req))
+        elif choice == "step" and server.running:
+            server.step(rng.sample(server.running, rng.randint(1, len(server.running))), rng.randint(0, 2))
+        elif choice == "verify" and server.running:
+            requests = rng.sample(server.running, rng.randint(1, len(server.running)))
+            nodes = rng.randint(1, DRAFTS)
+            lengths.add(nodes)
+            drafts = [server.draft(req, nodes, rng.randint(1, nodes), rng, tree) for req in requests]
+            tracked = rng.randrange(len(requests))
+            before = fed(requests[tracked])
+            targets = [int(target) if row == tracked else -1 for row in range(len(requests))]
+            server.verify(
+                requests, drafts, rng.randint(0, 2), ROADS[0] if tree else rng.choice(ROADS), targets
+            )
+            after = fed(requests[tracked])
+            if len(after) // INTERVAL > len(before) // INTERVAL:
+                assert_state(server, int(target), after[: len(after) // INTERVAL * INTERVAL])
+                done["tracked"] = done.get("tracked", 0) + 1
+        else:
+            continue
+        done[choice] += 1
+    assert min(done.values()) > 0
+    assert done["tracked"] > 2
+    assert lengths == set(range(1, DRAFTS + 1)), "drafts of every length, none at all too"
+    assert sum(hit > 0 for hit in server.hits) >= 2
+    assert (server.engine.states[:, 0] == 0).all(), "SGLang's dummy slot"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("standard", [False, True], ids=["spec", "both flags"])
+def test_random_schedules(rule: str, standard: bool, tmp_path: Path) -> None:
+    """L1, L2, L12, L13, L15, L20: chains, with standard steps between, by every road of commit."""
+    server = poisoned(start(rule, tmp_path, enable_linear_replayssm=standard))
+    run_schedule(server, seed=RULES.index(rule) + 3 * standard, tree=False)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_trees(rule: str, seed: int, tmp_path: Path) -> None:
+    run_schedule(poisoned(start(rule, tmp_path, breadth=3)), seed, tree=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_states_of_lower_precision(
+    rule: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")  # SGLang sets it; undone after the test
+    server = poisoned(start(rule, tmp_path, mamba_ssm_dtype=dtype))
+    assert str(server.engine.states.dtype) == f"torch.{dtype}"
+    run_schedule(server, seed=2, tree=False)
+
+
+@pytest.mark.parametrize("breadth", [1, 3], ids=["chain", "tree"])
+def test_the_bounded_gate(breadth: int, tmp_path: Path) -> None:
+    """L19: KDA's bounded gate is verified with replay too."""
+    engine = start("kda", tmp_path, breadth)
+    engine.lower_bound = -5.0
+    run_schedule(poisoned(engine), seed=4, tree=breadth > 1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_states_are_rewritten_only_by_flushes(rule: str, tmp_path: Path) -> None:
+    """A verification leaves the state alone until the window is full, whatever was accepted."""
+    server = poisoned(start(rule, tmp_path))
+    req = server.admit([0, 1, 2])
+    rng = random.Random(0)
+    pool = server.engine.slots.mamba_pool._replayssm
+    slot = int(req.kv.mamba_pool_idx)
+    history = 0
+    for accepted in (1, 2, 3, 1, 4, 4, 2, 1):
+        before = server.engine.states[:, slot].clone()
+        server.verify([req], [server.draft(req, DRAFTS, accepted, rng)])
+        flushed = history + DRAFTS > WINDOW
+        assert torch.equal(before, server.engine.states[:, slot]) != (flushed and history > 0)
+        history = accepted + (0 if flushed else history)
+        assert pool.cursors.history[slot] == history
+
+
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_convolution_is_rolled_back_by_sglang(
+    rule: str, road: str, tmp_path: Path, convolutions: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    server = poisoned(start(rule, tmp_path))
+    rng = random.Random(0)
+    requests = [server.admit([0, 1, 2]), server.admit([1, 2, 0, 1])]
+    target = int(server.engine.slots.mamba_allocator.alloc(1))
+    drafts = [server.draft(requests[0], DRAFTS, 3, rng), server.draft(requests[1], DRAFTS, 1, rng)]
+    slots = [int(req.kv.mamba_pool_idx) for req in requests]
+    server.verify(requests, drafts, road=road, targets=[target, -1])
+    found = [(slots.tolist(), steps.tolist()) for slots, steps in convolutions]
+    assert found == [(slots, [2, 0]), ([target, -1], [1, 0])]
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("breadth", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_state_is_kept_for_each_draft_token(rule: str, breadth: int, tmp_path: Path) -> None:
+    on = start(rule, tmp_path, breadth).slots.mamba_pool
+    off = start(rule, tmp_path, breadth, enable_linear_replayssm_spec=False).slots.mamba_pool
+    assert not hasattr(off, "_replayssm")
+    assert on.mamba_cache.intermediate_ssm.nbytes == 0 < off.mamba_cache.intermediate_ssm.nbytes
+    pairs = zip(
+        on.mamba_cache.intermediate_conv_window, off.mamba_cache.intermediate_conv_window, strict=True
+    )
+    for here, there in pairs:
+        assert (here.shape, here.stride(), here.dtype) == (there.shape, there.stride(), there.dtype)
+    rings = on._replayssm.stacked
+    assert all(ring.shape[1] == on.size + 1 for ring in rings.values())
+    assert all(ring.shape[3] == WINDOW + DRAFTS for ring in rings.values())
+    assert on.replayssm_spec_fold is on.replayssm_is_kda is on.enable_linear_replayssm_spec is False
+    assert on.replayssm_cache_base is on.replayssm_spec_write_pos is on.replayssm_is_flush is None
+    bytes_off = off.mem_usage - off.mamba_cache.intermediate_ssm.nbytes / (1 << 30)
+    assert on.mem_usage == pytest.approx(bytes_off + on._replayssm.bytes / (1 << 30), abs=1e-12)
+
+
+def planned(engine: Engine, memory: float) -> tuple[int, float]:
+    """SGLang's own plan of `memory` GB: slots, and what is left for keys and values."""
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, hybrid_kda_config, mambaish_config
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.runtime_context import get_schedule
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    config = engine.runner.model_config
+    configurator = KVCacheConfigurator.__new__(KVCacheConfigurator)
+    given = dict(
+        is_draft_worker=False, server_args=engine.args, mambaish_config=mambaish_config(config),
+        hybrid_gdn_config=hybrid_gdn_config(config), hybrid_kda_config=hybrid_kda_config(config),
+        model_dtype=engine.runner.dtype, extra_mamba_cache_bytes_per_req=0, pp_size=1, attn_dp_size=1,
+        spec_algorithm=SpeculativeAlgorithm.NGRAM, model_config=config, spec_aux_config=None,
+        is_hybrid_swa=False,
+    )  # fmt: skip
+    for name, value in given.items():
+        setattr(configurator, name, value)
+    left = configurator._handle_max_mamba_cache(memory)
+    assert configurator.spec_algorithm is SpeculativeAlgorithm.NGRAM
+    return get_schedule().max_mamba_cache_size, left
+
+
+@pytest.mark.parametrize("breadth", [1, 3], ids=["chain", "tree"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_budget_has_rings_and_no_snapshots(rule: str, breadth: int, tmp_path: Path) -> None:
+    """L26: SGLang's plan is what the pool then takes."""
+    memory, requests = 4 / 1024, 4
+    given = {"max_running_requests": requests, "mamba_full_memory_ratio": 1.0}
+    engine = start(rule, tmp_path, breadth, **given)
+    slots, left = planned(engine, memory)
+    pool = start(rule, tmp_path, breadth, slots=slots, **given).slots.mamba_pool
+    taken = pool.mem_usage - (pool._replayssm.cursors.start.nbytes * 2) / (1 << 30)
+    assert memory - left == pytest.approx(taken, rel=1e-9)
+    assert memory / 2 - (memory - left) < 2 * taken / slots, "room for no slot more"
+
+
+def test_more_states_fit(tmp_path: Path) -> None:
+    """With heads of a real model's size, four drafts and three slots for each request."""
+    heads = {
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    }  # fmt: skip
+
+    def slots(on: bool) -> int:
+        given = {"max_running_requests": 256, "enable_linear_replayssm_spec": on}
+        return planned(start("gdn", tmp_path, slots=1, changes=heads, **given), 1.0)[0]
+
+    assert slots(True) > 1.8 * slots(False)
