@@ -121,6 +121,10 @@ def parser() -> argparse.ArgumentParser:
         help="time the first token of prompts that begin with this many cached tokens, too",
     )  # fmt: skip
     options.add_argument(
+        "--profile", type=_numbers, default=(), metavar="BATCHES",
+        help="record what decode steps of these batches do on the GPU, by torch's profiler, too",
+    )  # fmt: skip
+    options.add_argument(
         "--together", action="store_true",
         help="start a model's engines side by side, which must leave each other room, and time them in turn",
     )  # fmt: skip
@@ -189,6 +193,7 @@ def time_ways(
     orders: list[Message] = [{"order": "step", "batch": batch, **tokens} for batch in given.batch]
     if given.prefix:
         orders.append({"order": "prefix", "prefix": given.prefix, "replays": given.replays})
+    orders += [{"order": "profile", "batch": batch, "input": given.input} for batch in given.profile]
     try:
         for order in [{"order": "facts"}, *orders]:
             for way in list(engines):
@@ -204,7 +209,8 @@ def time_ways(
                     run.gpu, run.versions = answer["gpu"], answer["versions"]
                 elif answer:
                     run.rows.append({"model": name, "engine": "sglang", "mode": way, **answer})
-                    say(f"{name}, {way}: " + ", ".join(f"{key} {value}" for key, value in answer.items()))
+                    figures = {key: value for key, value in answer.items() if key != "kernels"}
+                    say(f"{name}, {way}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
                     keep()
     finally:
         for each in engines.values():

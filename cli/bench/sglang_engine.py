@@ -1,9 +1,9 @@
 """One engine of SGLang, timed on request: a process of `bench e2e`, with SGLang's command line.
 
 Orders are lines of JSON on the standard input: `facts`; `step`, with `batch`, tokens of `input` and `output`
-and `replays`; `prefix`, with tokens of the `prefix` and `replays`. The answer to each is a line of JSON
-behind `MARK`, empty where the engine does not take so many requests; everything else that is printed is its
-log. It ends with its input.
+and `replays`; `prefix`, with tokens of the `prefix` and `replays`; `profile`, with `batch` and tokens of
+`input`. The answer to each is a line of JSON behind `MARK`, empty where the engine does not take so many
+requests; everything else that is printed is its log. It ends with its input.
 """
 
 from __future__ import annotations
@@ -16,13 +16,21 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from replayssm.cli.bench.profile import read_trace, steps
 
 MARK = "replayssm-e2e "
 PACKAGES = ("replayssm-adapters", "sglang", "torch", "triton", "transformers")
 WARM_TOKENS = 8
 SUFFIX = 16
 """New tokens of a prompt whose prefix is cached."""
+PROFILED = 16
+"""Decode steps that are profiled."""
+TRACE_S = 60.0
+"""Seconds that a trace may take to be written."""
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[dict[str, Any]]]
@@ -94,6 +102,37 @@ def first_token(
     }
 
 
+def profile(
+    engine: Any, generate: Generate, prompts: Callable[[int, int], Prompts], order: dict[str, Any], draft: int
+) -> dict[str, Any]:
+    """A row of the record: what decode steps do on the GPU.
+
+    Raises:
+        TimeoutError: SGLang has written no trace.
+    """
+    given = prompts(order["batch"], order["input"])
+    generate(given, WARM_TOKENS)
+    with TemporaryDirectory() as folder:
+        engine.start_profile(output_dir=folder, num_steps=PROFILED, activities=["GPU"], profile_by_stage=True)
+        generate(given, (4 * PROFILED) * draft)
+        return {"batch": order["batch"], "T": draft, **steps(decode_trace(Path(folder)))}
+
+
+def decode_trace(folder: Path) -> list[dict[str, Any]]:
+    """The events of the trace of decode steps that SGLang writes into a folder, once it is whole.
+
+    Raises:
+        TimeoutError: it was not, in time.
+    """
+    until = time.monotonic() + TRACE_S
+    while time.monotonic() < until:
+        for trace in folder.glob("*DECODE*.trace.json.gz"):
+            with suppress(EOFError):
+                return read_trace(trace)
+        time.sleep(0.2)
+    raise TimeoutError(f"SGLang has written no trace of decode steps in {TRACE_S:.0f} s")
+
+
 def main(arguments: list[str], orders: Iterable[str]) -> None:
     """Start the engine, carry out orders, end it."""
     import argparse
@@ -132,6 +171,8 @@ def main(arguments: list[str], orders: Iterable[str]) -> None:
                 answer = {**step_times(generate, prompts, order, draft), "max_requests": most}
             case "prefix":
                 answer = {**first_token(generate, prompts, order, draft), "max_requests": most}
+            case "profile" if order["batch"] <= most:
+                answer = profile(engine, generate, prompts, order, draft)
         print(MARK + json.dumps(answer), flush=True)
     engine.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from replayssm.cli.bench import e2e, sglang_engine
+from replayssm.cli.bench.profile import read_trace, steps
 from replayssm.cli.errors import CommandError
 from replayssm.cli.main import app
 
@@ -52,6 +54,8 @@ class Engine:
             return {"batch": 1, "T": 1, "prefix_first_token_ms": 9.0}
         if order["batch"] > 64:
             return {}
+        if order["order"] == "profile":
+            return {"batch": order["batch"], "T": 1, "kernel_us": 800.0, "kernels": [{"name": "long"}]}
         return {"batch": order["batch"], "T": 1, "step_ms": TIMES[self.way] * order["batch"]}
 
     def end(self) -> None:
@@ -96,6 +100,14 @@ def test_engines_side_by_side_are_timed_in_turn() -> None:
     assert asked[3:6] == [("off", "step", 4), ("stock", "step", 4), ("on", "step", 4)]
     assert asked[-1] == ("on", "prefix", None)
     assert [line.split()[2] for line in said[-1].splitlines()[1:]] == ["4"], "no figure of 128: too many"
+
+
+def test_profiles_come_last(tmp_path: Path) -> None:
+    file = tmp_path / "e2e.json"
+    said, engines = run("--ways", "on", "--batch", "1", "--profile", "1,8", "--json", str(file))
+    assert [order["order"] for _, order in engines.asked] == ["facts", "step", "profile", "profile"]
+    assert json.loads(file.read_text())["rows"][-1]["kernels"] == [{"name": "long"}]
+    assert not any("long" in line for line in said)
 
 
 def test_a_failed_engine_leaves_the_others_figures(tmp_path: Path) -> None:
@@ -181,3 +193,56 @@ def test_first_token_behind_a_cached_prefix() -> None:
     row = sglang_engine.first_token(server.generate, prompts, {"prefix": 1000, "replays": 2}, 1, server.clock)
     assert row["prefix_first_token_ms"] == pytest.approx(500.0)
     assert (row["cached_tokens"], row["prefix_tokens"], row["replays"]) == (1000, 1000, 8)
+
+
+def kernel(name: str, begin: float, duration: float, launch: int) -> Orders:
+    return {"cat": "kernel", "name": name, "ts": begin, "dur": duration, "args": {"correlation": launch}}
+
+
+def test_steps_of_a_trace(tmp_path: Path) -> None:
+    """Two graphs of 40 kernels each, 10 us apart; what one kernel's launch started is no step."""
+    events: list[Orders] = [
+        kernel("prefill", 0.0, 500.0, 1),
+        {"cat": "cpu_op", "name": "aten::mm", "dur": 3.0},
+    ]
+    for launch, step_us in ((7, 2.0), (9, 4.0)):
+        for at in range(40):
+            name, us = ("step", step_us) if at % 2 else ("gemm", 5.0)
+            events.append(kernel(name, 1000.0 * launch + 10.0 * at, us, launch))
+    file = tmp_path / "x-DECODE.trace.json.gz"
+    with gzip.open(file, "wt") as trace:
+        json.dump({"traceEvents": events}, trace)
+    found = steps(read_trace(file))
+    assert found["profiled_steps"] == 2
+    assert found["launches"] == 40
+    assert found["kernel_us"] == pytest.approx(20 * 5 + 20 * 3)
+    assert found["span_us"] == pytest.approx(390 + 3)
+    assert found["kernels"] == [
+        {"name": "gemm", "us": 100.0, "launches": 20.0}, {"name": "step", "us": 60.0, "launches": 20.0},
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no launch of 32"):
+        steps(events[:2])
+
+
+def test_the_decode_trace_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Traced(Server):
+        folder: Path
+
+        def start_profile(self, output_dir: str, **given: Any) -> None:
+            self.folder, self.given = Path(output_dir), given
+
+        def generate(self, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
+            if count > sglang_engine.WARM_TOKENS:
+                for stage in ("EXTEND", "DECODE"):
+                    with gzip.open(self.folder / f"1-TP-0-{stage}.trace.json.gz", "wt") as trace:
+                        events = [kernel(stage, 10.0 * at, 1.0, 1) for at in range(40)]
+                        json.dump({"traceEvents": events}, trace)
+            return super().generate(prompts, count)
+
+    server = Traced()
+    row = sglang_engine.profile(server, server.generate, prompts, {"batch": 4, "input": 16}, 1)
+    assert row["kernels"] == [{"name": "DECODE", "us": 40.0, "launches": 40.0}]
+    assert (row["batch"], row["T"], server.given["profile_by_stage"]) == (4, 1, True)
+    monkeypatch.setattr(sglang_engine, "TRACE_S", 0.0)
+    with pytest.raises(TimeoutError, match="no trace"):
+        sglang_engine.profile(server, Server().generate, prompts, {"batch": 4, "input": 16}, 1)
