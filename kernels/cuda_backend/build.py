@@ -91,12 +91,12 @@ class Config:
         record = ACTIVATION_BYTES if self.rule is Rule.MAMBA2 else 4
         values = UNIT * (ring * record + self.tokens * ACTIVATION_BYTES)
         keys = 0 if kda else ring * KEY_DIM * ACTIVATION_BYTES
-        sums = (matrix + 15) // 16 * 16 if kda and not one else 0
-        shared = stages * (unit + values) + keys + 4 * (sums + (0 if one else 2 * matrix))
-        if kda:
-            ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
-            shared += 8 * self.tokens * ring + 4 * KEY_DIM * (1 + 2 * self.tokens + ring_keys)
-        return shared
+        shared = stages * (unit + values) + keys
+        if not kda:
+            return shared + (0 if one else 8 * matrix)
+        own = 8 * ring if one else 4 * ((matrix + 15) // 16 * 16)  # scores, or sums of pairs of tokens
+        ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
+        return shared + own + 4 * KEY_DIM * (1 + 2 * self.tokens + ring_keys)
 
 
 class Params(ctypes.Structure):
