@@ -1,9 +1,10 @@
 """Measure how steps of few heads are best cut, and keep it as this GPU's table of launch shapes.
 
-    python bench/launch_shapes.py RESULTS.json [TABLE.json]
+    python bench/launch_shapes.py RESULTS.json [TABLE.json [TOKENS ...]]
 
-RESULTS.json gets every timing; TABLE.json (by default the one in the package) the fastest shapes. Timed as
-`replayssm bench kernels` times: CUDA graphs over many layers, flushes and commit included.
+RESULTS.json gets every timing; TABLE.json (by default the one in the package) the fastest shapes, of steps of
+1, 4 and 8 tokens or of those given; others stay. Timed as `replayssm bench kernels` times: CUDA graphs over
+many layers, flushes and commit included.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -38,11 +40,11 @@ NOTICEABLE = 0.99
 """A smaller share must take at most this part of a larger one's time to be worth its work."""
 
 
-def cases() -> list[Case]:
+def cases(all_tokens: Sequence[int]) -> list[Case]:
     """Batches that double, up to a step of `LARGE` heads."""
     made = []
     for geometry in GEOMETRIES:
-        for tokens in TOKENS:
+        for tokens in all_tokens:
             batch = 1
             while batch * Case(geometry, 1).layer.value_heads <= LARGE:
                 made.append(Case(geometry, batch, tokens))
@@ -75,15 +77,16 @@ def time_share(case: Case, units: int, states: torch.Tensor) -> float:
         return graph_clock(Ours(setup), 8).us
 
 
-def main(results: str, table: str = str(TABLE)) -> None:
+def main(results: str, table: str = str(TABLE), *tokens: str) -> None:
     """Compile everything side by side, then time one shape after the other."""
+    timed = cases([int(each) for each in tokens] or TOKENS)
     device = torch.device("cuda")
     major, minor = torch.cuda.get_device_capability()
-    configs = {config(case, units) for case in cases() for units in shares(case)}
+    configs = {config(case, units) for case in timed for units in shares(case)}
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, [(each, f"sm_{major}{minor}") for each in configs]))
     rows: list[dict[str, Any]] = []
-    for case in cases():
+    for case in timed:
         size = case.batch * traffic.state_bytes(case.layer, traffic.FP32)
         states = torch.rand((layers(size, 0), case.batch, *case.layer.state_shape), device=device) * 0.2 - 0.1
         for units in shares(case):
@@ -96,7 +99,8 @@ def main(results: str, table: str = str(TABLE)) -> None:
     content = record("launch-shapes", " ".join(["bench/launch_shapes.py", *map(bare, sys.argv[1:])]), rows)
     Path(results).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     kept = json.loads(Path(table).read_text(encoding="utf-8"))
-    kept[torch.cuda.get_device_name()] = fastest(rows)
+    gpu = torch.cuda.get_device_name()
+    kept[gpu] = {**kept.get(gpu, {}), **fastest(rows)}
     Path(table).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from replayssm.cli.bench.command import bench
 from replayssm.cli.demo import demo
+from replayssm.cli.doctor import doctor
 from replayssm.cli.errors import CommandError
 from replayssm.cli.generate import generate
 from replayssm.cli.plan import plan
@@ -30,6 +31,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(demo)
+app.command()(doctor)
 app.command()(generate)
 app.command()(plan)
 app.add_typer(bench, name="bench")

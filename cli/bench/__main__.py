@@ -1,19 +1,22 @@
-"""`python -m replayssm.cli.bench kernels ...`, with torch and nothing else installed."""
+"""`python -m replayssm.cli.bench kernels ...` or `e2e ...`, without the command's own dependencies."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
-from replayssm.cli.bench.kernels import main
+from replayssm.cli.bench import e2e, kernels
 from replayssm.cli.errors import CommandError
+
+COMMANDS: dict[str, Callable[[list[str]], None]] = {"kernels": kernels.main, "e2e": e2e.main}
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments[:1] != ["kernels"]:
-        print("usage: python -m replayssm.cli.bench kernels [options]", file=sys.stderr)
+    if not arguments or arguments[0] not in COMMANDS:
+        print(f"usage: python -m replayssm.cli.bench {{{'|'.join(COMMANDS)}}} [options]", file=sys.stderr)
         return 2
     try:
-        main(arguments[1:])
+        COMMANDS[arguments[0]](arguments[1:])
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import typer
 
+from replayssm.cli.bench import e2e as _e2e
 from replayssm.cli.bench import kernels as _kernels
 
-bench = typer.Typer(no_args_is_help=True, help="Time the kernels.", pretty_exceptions_enable=False)
+_AS_TYPED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+bench = typer.Typer(no_args_is_help=True, help="Time kernels and engines.", pretty_exceptions_enable=False)
 
 
-@bench.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
+@bench.command(add_help_option=False, context_settings=_AS_TYPED)
 def kernels(context: typer.Context) -> None:
     """Time the decode kernels beside those of other packages; `--help` lists its options."""
     _kernels.main(context.args, typer.echo)
 
 
-@bench.callback()
-def _bench() -> None:
-    """Time the kernels."""
+@bench.command(add_help_option=False, context_settings=_AS_TYPED)
+def e2e(context: typer.Context) -> None:
+    """Time decode steps of an engine with replay and without; `--help` lists its options."""
+    _e2e.main(context.args, typer.echo)

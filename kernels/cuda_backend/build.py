@@ -72,7 +72,13 @@ class Config:
     @property
     def programs(self) -> int:
         """Programs that a multiprocessor holds at a time: as many as keep their registers out of memory."""
-        most = 8 if self.rule is Rule.KDA else 10
+        one_unit = self.units == 1 and self.records == 2
+        if self.rule is Rule.KDA:
+            most = 10 if one_unit and self.tokens == 1 else 8
+        elif one_unit and self.tokens <= 8:
+            most = 13 if self.tokens == 4 else 15
+        else:
+            most = 10
         return min(SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED), most)
 
     @property
@@ -85,12 +91,12 @@ class Config:
         record = ACTIVATION_BYTES if self.rule is Rule.MAMBA2 else 4
         values = UNIT * (ring * record + self.tokens * ACTIVATION_BYTES)
         keys = 0 if kda else ring * KEY_DIM * ACTIVATION_BYTES
-        sums = (matrix + 15) // 16 * 16 if kda and not one else 0
-        shared = stages * (unit + values) + keys + 4 * (sums + (0 if one else 2 * matrix))
-        if kda:
-            ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
-            shared += 8 * self.tokens * ring + 4 * KEY_DIM * (1 + 2 * self.tokens + ring_keys)
-        return shared
+        shared = stages * (unit + values) + keys
+        if not kda:
+            return shared + (0 if one else 8 * matrix)
+        own = 8 * ring if one else 4 * ((matrix + 15) // 16 * 16)  # scores, or sums of pairs of tokens
+        ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
+        return shared + own + 4 * KEY_DIM * (1 + 2 * self.tokens + ring_keys)
 
 
 class Params(ctypes.Structure):

@@ -71,6 +71,28 @@ DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// 2^x and 1 / x, off by up to two units in the last place; results below the smallest normal number are zero.
+DEVICE float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Four matrices of 8 rows of 16 bytes in shared memory, the rows of matrix i where lanes 8i .. 8i + 7 say:
+// lane (g, c) gets word c of row g of each.
+DEVICE void load_matrices(u32 (&x)[4], const void* row) {
+    u32 from = (u32)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
+
 // 16 bytes to shared memory without registers; zeros where `inside` is false.
 DEVICE void copy_async(void* shared, const void* global, bool inside) {
     u32 to = (u32)__cvta_generic_to_shared(shared);

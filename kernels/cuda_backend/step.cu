@@ -24,11 +24,13 @@ constexpr int FULL = 16 * UNITS, STAGES = UNITS > 1 ? 2 : 1;
 constexpr bool SHARED_TILE = DELTA && TOKENS == 4;  // keys and queries in one tile of columns
 constexpr int TILES = TOKENS == 16 ? 2 : 1;         // 8-token tiles
 constexpr bool ONE = TOKENS == 1;                   // fp32 lanes instead of tensor cores
+constexpr bool CHAIN = KDA && !ONE;                 // several tokens whose channels decay each its own way
 constexpr int COLUMNS =
     SHARED_TILE || !DELTA ? TILES : 2 * TILES;  // of queries and keys: tiles, or rows if ONE
 constexpr int PAIRS = DELTA ? TILES : 1;        // 16-row operands made of column tiles
 constexpr int LR = 8 * RECORDS;
 constexpr int X_TERMS = KDA ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
+constexpr int STEPS_AT_ONCE = STATE == 0 ? 1 : 2;
 constexpr bool NEAREST = DELTA;  // second terms are rounded where `u` comes of them, which states keep
 
 // Shared memory, in bytes: stages, each of a unit's checkpoint, its values of the ring's records and of the
@@ -38,15 +40,15 @@ constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
 constexpr int U_BYTES = DELTA ? 4 : 2;  // of a record's value: u in fp32, x of Mamba-2 in bf16
 constexpr int AT_U = UNIT_BYTES, AT_VALUES = AT_U + 16 * LR * U_BYTES;
 constexpr int STAGE_BYTES = AT_VALUES + 16 * TOKENS * ACT_BYTES;
-constexpr int MATRIX = TOKENS * TOKENS, SUMS = KDA && !ONE ? (MATRIX + 15) / 16 * 16 : 0;
+constexpr int MATRIX = TOKENS * TOKENS, SUMS = CHAIN ? (MATRIX + 15) / 16 * 16 : 0;
 constexpr int AT_KEYS = STAGES * STAGE_BYTES;  // of the history, for a flush
 constexpr int AT_SUMS = AT_KEYS + (KDA ? 0 : LR * K * ACT_BYTES);
-constexpr int AT_SOLVE = AT_SUMS + 4 * SUMS, AT_REPLY = AT_SOLVE + 4 * MATRIX;
-constexpr int AT_SCORES = AT_SOLVE + (ONE ? 0 : 8 * MATRIX);
-constexpr int AT_TOTAL = AT_SCORES + (KDA ? 8 * TOKENS * LR : 0);
-constexpr int AT_DRAFT = AT_TOTAL + (KDA ? 4 * K : 0);
-constexpr bool RING_IN_STAGE = STAGES == 2 && UNIT_BYTES >= 4 * LR * K;  // KDA: a flush's second stage
-constexpr int AT_END = AT_DRAFT + (KDA ? 8 * TOKENS * K : 0);
+constexpr int AT_SCORES = AT_SUMS + 4 * SUMS;
+constexpr int AT_TOTAL = AT_SCORES + (KDA && ONE ? 8 * LR : 0);
+constexpr int AT_DRAFT = AT_TOTAL + (KDA ? 4 * K : 0);  // of KDA; then the system, which needs less
+constexpr int AT_SOLVE = AT_DRAFT, AT_REPLY = AT_SOLVE + 4 * MATRIX;
+constexpr bool RING_IN_STAGE = STAGES == 2 && UNIT_BYTES >= 4 * LR * K;  // KDA: the second stage, at first
+constexpr int AT_END = AT_DRAFT + (KDA ? 8 * TOKENS * K : ONE ? 0 : 8 * MATRIX);
 constexpr int AT_RING = RING_IN_STAGE ? STAGE_BYTES : AT_END;
 constexpr int SHARED_BYTES = AT_END + (KDA && !RING_IN_STAGE ? 4 * LR * K : 0);
 
@@ -149,8 +151,17 @@ DEVICE float inverse_root(float x) {
     const float y = rsqrtf(x);
     return y * fmaf(-0.5f * x * y, y, 1.5f);
 }
+constexpr float LOG2E = 1.44269504f;
 DEVICE float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+// In a third of the instructions, as exactly but for a bit: log(1 + y) is 2 artanh(y / (2 + y)).
+DEVICE float fast_softplus(float x) {
+    const float y = fast_exp2(-LOG2E * fabsf(x)), s = y * fast_reciprocal(2.f + y), t = s * s;
+    const float z =
+        fmaf(fmaf(fmaf(fmaf(0.14087329f, t, 0.13980709f), t, 0.20012427f), t, 0.33333158f), t, 1.f);
+    return fmaf(2.f * s, z, fmaxf(x, 0.f));
+}
+DEVICE float fast_sigmoid(float x) { return fast_reciprocal(1.f + fast_exp2(-LOG2E * x)); }
 
 DEVICE u32 load2(const void* p) { return *(const u32*)p; }
 DEVICE void store2(void* p, u32 x) { *(u32*)p = x; }
@@ -305,32 +316,63 @@ DEVICE u16 stochastic_half(float x, u32 word) {
 
 // ---- the checkpoint's units ----
 
-// 16-byte chunks are swizzled so that operands are read without bank conflicts.
+// 16-byte chunks are swizzled so that operands are read without bank conflicts: by what, of a pair of rows.
+DEVICE int unit_turn(int pair) {
+    if (CHAIN) return STATE == 0 ? pair & 7 : 4 * (pair & 1) + (pair >> 1 & 3);
+    return STATE == 0 ? pair & 1 : 4 * (pair & 1);
+}
+
 DEVICE void fetch_unit(unsigned char* stage, const char* from, int rows, int lane) {
 #pragma unroll
     for (int i = 0; i < UNIT_BYTES / 512; i++) {
         int row = STATE == 0 ? i : 2 * i + (lane >> 4);
-        int chunk = STATE == 0 ? lane ^ ((row >> 1) & 1) : (lane & 15) ^ (4 * ((row >> 1) & 1));
+        int chunk = (STATE == 0 ? lane : lane & 15) ^ unit_turn(row >> 1);
         copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16,
                    EVEN || row < rows);
     }
 }
 
+// Two elements of a state in 16 bits.
+DEVICE float first_stored(u32 w) { return STATE == 1 ? first_of(w) : half_to_float((u16)w); }
+DEVICE float second_stored(u32 w) { return STATE == 1 ? second_of(w) : half_to_float((u16)(w >> 16)); }
+
 // This lane's 8 elements of a block of a unit's row.
 DEVICE void unit_row(const unsigned char* stage, int row, int g, int c, int block, float (&x)[8]) {
     const unsigned char* at = stage + row * (K * STATE_BYTES);
     if (STATE == 0) {
-        float4 y = *(const float4*)(at + 128 * block + 16 * (2 * c + (g & 1)));
-        float4 z = *(const float4*)(at + 128 * block + 16 * (2 * c + 1 - (g & 1)));
+        float4 y = *(const float4*)(at + 128 * block + 16 * (2 * c ^ unit_turn(g)));
+        float4 z = *(const float4*)(at + 128 * block + 16 * ((2 * c + 1) ^ unit_turn(g)));
         x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w, x[4] = z.x, x[5] = z.y, x[6] = z.z, x[7] = z.w;
     } else {
-        uint4 y = *(const uint4*)(at + 16 * ((4 * block + c) ^ (4 * (g & 1))));
+        uint4 y = *(const uint4*)(at + 16 * ((4 * block + c) ^ unit_turn(g)));
         u32 w[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            x[2 * i] = STATE == 1 ? real(w[i] << 16) : half_to_float((u16)w[i]);
-            x[2 * i + 1] = STATE == 1 ? real(w[i] & 0xffff0000u) : half_to_float((u16)(w[i] >> 16));
+        for (int i = 0; i < 4; i++) x[2 * i] = first_stored(w[i]), x[2 * i + 1] = second_stored(w[i]);
+    }
+}
+
+// Rows 2g and 2g + 1 of a unit as the operand of product steps: of step `at` in fp32, of steps 2 at and
+// 2 at + 1 in 16 bits. A lane's two elements of a step lie as `pair_of` has them.
+DEVICE void unit_operand(const unsigned char* stage, int at, int lane, float (&y)[STEPS_AT_ONCE][4]) {
+    const int pair = lane & 7, row = 2 * pair + (lane >> 3 & 1), chunk = (lane >> 4) ^ unit_turn(pair);
+    u32 w[4];
+    load_matrices(w, stage + row * (K * STATE_BYTES) + 128 * (at / 4) + 16 * (chunk ^ 2 * (at % 4)));
+#pragma unroll
+    for (int i = 0; i < STEPS_AT_ONCE; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            if (STATE == 0) y[i][r] = real(w[r]), y[i][2 + r] = real(w[2 + r]);
+            else y[i][r] = first_stored(w[2 * i + r]), y[i][2 + r] = second_stored(w[2 * i + r]);
         }
+}
+
+// This lane's two elements of a step, of a row of fp32 whose chunks are swizzled by `turn`.
+DEVICE void pair_of(const float* row, int step, int c, int turn, float (&x)[2]) {
+    if (STATE == 0) {
+        x[0] = row[4 * (2 * step ^ turn) + c], x[1] = row[4 * ((2 * step + 1) ^ turn) + c];
+    } else {
+        const float2 y = *(const float2*)(row + 4 * ((2 * step + (c >> 1)) ^ turn) + 2 * (c & 1));
+        x[0] = y.x, x[1] = y.y;
     }
 }
 
@@ -339,8 +381,9 @@ DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, con
                      u32 at, u32 slot, u32 layer) {
     unsigned char* const to = stage + row * (K * STATE_BYTES);
     if (STATE == 0) {
-        *(float4*)(to + 128 * block + 16 * (2 * c + (g & 1))) = make_float4(x[0], x[1], x[2], x[3]);
-        *(float4*)(to + 128 * block + 16 * (2 * c + 1 - (g & 1))) = make_float4(x[4], x[5], x[6], x[7]);
+        *(float4*)(to + 128 * block + 16 * (2 * c ^ unit_turn(g))) = make_float4(x[0], x[1], x[2], x[3]);
+        *(float4*)(to + 128 * block + 16 * ((2 * c + 1) ^ unit_turn(g))) =
+            make_float4(x[4], x[5], x[6], x[7]);
         return;
     }
     u16 y[8];
@@ -355,7 +398,7 @@ DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, con
 #pragma unroll
     for (int i = 0; i < 8; i++) y[i] = narrow(x[i], STATE);
 #endif
-    *(uint4*)(to + 16 * ((4 * block + c) ^ (4 * (g & 1)))) = make_uint4(
+    *(uint4*)(to + 16 * ((4 * block + c) ^ unit_turn(g))) = make_uint4(
         y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16, y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
 }
 
@@ -364,7 +407,7 @@ DEVICE void store_unit(const unsigned char* stage, char* to, int rows, int lane)
 #pragma unroll
     for (int i = 0; i < UNIT_BYTES / 512; i++) {
         int row = STATE == 0 ? i : 2 * i + (lane >> 4);
-        int chunk = STATE == 0 ? lane ^ ((row >> 1) & 1) : (lane & 15) ^ (4 * ((row >> 1) & 1));
+        int chunk = (STATE == 0 ? lane : lane & 15) ^ unit_turn(row >> 1);
         if (EVEN || row < rows)
             *(uint4*)(to + i * 512 + lane * 16) =
                 *(const uint4*)(stage + row * (K * STATE_BYTES) + chunk * 16);
@@ -389,6 +432,11 @@ DEVICE u32 token_values(const unsigned char* stage, int row, int g) {
 // the first in the low half.
 DEVICE uint4& pair_chunk(u32* pairs, int row, int chunk) {
     return ((uint4*)pairs)[row * (K / 4) + (chunk ^ 2 * (row & 3))];
+}
+
+// Of KDA's history, for several tokens: where 16 bytes of a record's key lie.
+DEVICE unsigned char* history_chunk(unsigned char* rows, int row, int chunk) {
+    return rows + row * (K * ACT_BYTES) + 16 * (chunk ^ (row & 7));
 }
 
 // Keep records 8 tile + g, of which lanes hold their part.
@@ -535,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     issue_unit(0, 0);
     const bool flush = hist + count > p.L, is_record = lane < hist, is_token = lane < count;
     const bool single = RING_IN_STAGE && KDA && flush;  // the second stage has another use
-    if (STAGES > 1 && !single) issue_unit(1, 1);
+    if (STAGES > 1 && !CHAIN && !single) issue_unit(1, 1);
 
     const char* const q_row =
         (const char*)p.q_in + (batch * p.b_q + first * p.t_q + (i64)key_head * K) * ACT_BYTES;
@@ -600,9 +648,22 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                        t < count && (EVEN || v + 8 * chunk < V));
         }
     };
+    float* const ring_keys = (float*)(shared_memory + AT_RING);
     issue_values(0, 0);
-    if (STAGES > 1 && !single) issue_values(1, 1);
+    if (STAGES > 1 && !CHAIN && !single) issue_values(1, 1);
     u32* const kept_keys = (u32*)(shared_memory + AT_KEYS);
+    unsigned char* const history = shared_memory + AT_DRAFT;
+    if (CHAIN)  // the history's gates and keys
+#pragma unroll 1
+        for (int j = 0; j < hist; j += 2) {
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                copy_async(&chunk_of(ring_keys, j + i, lane), g_ring + ring_row(j + i) * K + 4 * lane,
+                           j + i < hist);
+            const int mine = j + (lane >> 4), chunk = lane & 15;
+            copy_async(history_chunk(history, mine, chunk),
+                       k_ring + (ring_row(mine) * K + 8 * chunk) * ACT_BYTES, mine < hist);
+        }
     copies_commit();
 
     // the columns, queries and keys of the tokens; their scores against each record, and against each other
@@ -611,7 +672,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     float* const sums = (float*)(shared_memory + AT_SUMS);
     float* const total_row = (float*)(shared_memory + AT_TOTAL);
     float* const draft_rows = (float*)(shared_memory + AT_DRAFT);
-    float* const ring_keys = (float*)(shared_memory + AT_RING);
 #if RULE != 2
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
@@ -670,23 +730,17 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         }
 #endif
     }
-#else
+#elif TOKENS == 1
     // decays per channel: the lane holds channels 4 lane .. 4 lane + 3
-#if TOKENS == 1
     float own;  // the token's query times its key
-#endif
     {
-        uint2 raw[LR], raw_k[TOKENS], raw_q[TOKENS];
+        uint2 raw[LR];
         float4 gates[LR];
-        uint4 raw_g[TOKENS];
         float tilde[LR][4], w[4] = {1, 1, 1, 1}, square[16];
-#pragma unroll
-        for (int t = 0; t < TOKENS; t++) {
-            raw_k[t] = load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, t < count);
-            raw_q[t] = load4(q_row + (t * p.t_q + 4 * lane) * ACT_BYTES, t < count);
-            raw_g[t] = fetch_four(p.g_in, batch * p.b_g + (first + t) * p.t_g + (i64)head * K + 4 * lane,
-                                  p.g_type, t < count);
-        }
+        const uint2 raw_k = load4(k_row + 4 * lane * ACT_BYTES, true);
+        const uint2 raw_q = load4(q_row + 4 * lane * ACT_BYTES, true);
+        const uint4 raw_g =
+            fetch_four(p.g_in, batch * p.b_g + first * p.t_g + (i64)head * K + 4 * lane, p.g_type, true);
         const uint4 channel_bias = fetch_four(p.dt_bias, (i64)head * K + 4 * lane, p.bias_type, true);
 #pragma unroll
         for (int j = 0; j < LR; j++) {
@@ -722,68 +776,161 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         record_norm = p.l2norm ? inverse_root(n + 1e-6f) : 1.f;
         *(float4*)(total_row + 4 * lane) = make_float4(w[0], w[1], w[2], w[3]);
 
-        float key[TOKENS][4], query[TOKENS][4], decay[TOKENS][4], grown[4] = {1, 1, 1, 1}, bias[4];
+        float key[4], query[4], log_decay[4], bias[4], x_lane[2][4];
         float* const shared_scores = (float*)(shared_memory + AT_SCORES);
         const float speed = p.A ? expf(scalar(raw_A, p.A_type)) : 0.f;
+        const int row = ring_row(hist);
         four(channel_bias, p.bias_type, bias);
+        widen(raw_k, key);
+        widen(raw_q, query);
+        four(raw_g, p.g_type, log_decay);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float y = log_decay[e] + bias[e];
+            if (p.A) y = p.bounded ? p.bound * sigmoid(speed * y) : -speed * softplus(y);
+            log_decay[e] = y;
+            const float decay = expf(y);
+            x_lane[0][e] = key[e] * decay, x_lane[1][e] = query[e] * decay;
+        }
+        if (owns_gates)
+            *(float4*)(g_ring + row * K + 4 * lane) =
+                make_float4(log_decay[0], log_decay[1], log_decay[2], log_decay[3]);
+        if (owns_keys) store4(k_ring + (row * K + 4 * lane) * ACT_BYTES, raw_k);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            chunk_of(draft_rows, i, lane) = make_float4(x_lane[i][0] * w[0], x_lane[i][1] * w[1],
+                                                        x_lane[i][2] * w[2], x_lane[i][3] * w[3]);
+#pragma unroll
+        for (int r = 0; r < RECORDS; r++) {  // lanes have the key's scores, then the query's
+            float z = 0.f;
+            if (8 * r < hist) {
+                float dots[16];
+#pragma unroll
+                for (int i = 0; i < 16; i++) {
+                    const float (&a)[4] = x_lane[i / 8], (&b)[4] = tilde[8 * r + i % 8];
+                    dots[i] = a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3];
+                }
+                z = scatter_sum(dots, lane);
+            }
+            if (lane < 16) shared_scores[(lane >> 3) * LR + 8 * r + (lane & 7)] = z;
+        }
+#pragma unroll
+        for (int t = 0; t < 16; t++) square[t] = 0.f;
+        square[0] = key[0] * key[0] + key[1] * key[1] + key[2] * key[2] + key[3] * key[3];
+        square[1] = query[0] * query[0] + query[1] * query[1] + query[2] * query[2] + query[3] * query[3];
+        const float z = inverse_root(scatter_sum(square, lane) + 1e-6f);
+        own = query[0] * key[0] + query[1] * key[1] + query[2] * key[2] + query[3] * key[3];
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) own += shuffle_xor(own, d);
+        warp_sync();
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) {
+            const float y = shuffle(z, i);
+            norm[i] = p.l2norm ? y : 1.f;
+#pragma unroll
+            for (int block = 0; block < 4; block++) shared_row(draft_rows, i, c, block, x[i][block]);
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+                for (int n = 0; n < 2; n++) scores[i][r][n] = shared_scores[i * LR + 8 * r + 2 * c + n];
+        }
+        warp_sync();
+    }
+#else
+    {
+        // a lane holds channels 4 lane .. 4 lane + 3
+        float key[TOKENS][4], query[TOKENS][4], decay[TOKENS][4];
+        uint2 raw_k[TOKENS], raw_q[TOKENS];
+        uint4 raw_g[TOKENS];
+        const i64 at_g = batch * p.b_g + first * p.t_g + (i64)head * K + 4 * lane;
+        const uint4 channel_bias = fetch_four(p.dt_bias, (i64)head * K + 4 * lane, p.bias_type, true);
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+            raw_k[t] = load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, t < count);
+            raw_q[t] = load4(q_row + (t * p.t_q + 4 * lane) * ACT_BYTES, t < count);
+            raw_g[t] = fetch_four(p.g_in, at_g + t * p.t_g, p.g_type, t < count);
+        }
+        const float speed = p.A ? expf(scalar(raw_A, p.A_type)) : 0.f;
+        float bias[4];
+        four(channel_bias, p.bias_type, bias);
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) decay[t][e] = 1.f;
+            if (t < count) {
+                const int row = ring_row(hist + t);
+                float gate[4];
+                four(raw_g[t], p.g_type, gate);
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    float y = gate[e] + bias[e];
+                    if (p.A) y = p.bounded ? p.bound * fast_sigmoid(speed * y) : -speed * fast_softplus(y);
+                    gate[e] = y;
+                    decay[t][e] = fast_exp2(LOG2E * y);
+                }
+                if (owns_gates)
+                    *(float4*)(g_ring + row * K + 4 * lane) = make_float4(gate[0], gate[1], gate[2], gate[3]);
+                if (owns_keys) store4(k_ring + (row * K + 4 * lane) * ACT_BYTES, raw_k[t]);
+            }
+        }
+
+        // the history's keys, decayed to its end
+        copies_wait<0>();
+        warp_sync();
+        float reach[4] = {0, 0, 0, 0};
+#pragma unroll 2
+        for (int j = hist - 1; j >= 0; j--) {
+            float f[4];
+            widen(*(const uint2*)(history_chunk(history, j, lane >> 1) + 8 * (lane & 1)), f);
+            float4& row = chunk_of(ring_keys, j, lane);
+            const float4 gates = row;
+            row = make_float4(f[0] * fast_exp2(reach[0]), f[1] * fast_exp2(reach[1]),
+                              f[2] * fast_exp2(reach[2]), f[3] * fast_exp2(reach[3]));
+            reach[0] = fmaf(LOG2E, gates.x, reach[0]), reach[1] = fmaf(LOG2E, gates.y, reach[1]);
+            reach[2] = fmaf(LOG2E, gates.z, reach[2]), reach[3] = fmaf(LOG2E, gates.w, reach[3]);
+        }
+        for (int j = hist; j & 7; j++) chunk_of(ring_keys, j, lane) = make_float4(0, 0, 0, 0);
+        *(float4*)(total_row + 4 * lane) =
+            make_float4(fast_exp2(reach[0]), fast_exp2(reach[1]), fast_exp2(reach[2]), fast_exp2(reach[3]));
+        if (p.l2norm)
+#pragma unroll
+            for (int r = 0; r < RECORDS; r++)
+                if (8 * r < hist) {
+                    float keys[4][8];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const int chunk = 2 * c + (i & 1) + 8 * (i >> 1);
+                        widen(*(const uint4*)history_chunk(history, 8 * r + g, chunk), keys[i]);
+                    }
+                    const float n = shuffle(inverse_root(squares(keys) + 1e-6f), 4 * (lane & 7));
+                    if (lane >> 3 == r) record_norm = is_record ? n : 0.f;
+                }
+        warp_sync();
+
+        // the tokens: rows of their columns since the history's end, and what pairs of them have in common
+        float grown[4] = {1, 1, 1, 1}, square[16];
 #pragma unroll
         for (int t = 0; t < 16; t++) square[t] = 0.f;
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-            const int row = ring_row(hist + t);
-            float log_decay[4] = {0, 0, 0, 0};
+            widen(raw_k[t], key[t]);
+            widen(raw_q[t], query[t]);
 #pragma unroll
-            for (int e = 0; e < 4; e++) key[t][e] = query[t][e] = 0.f, decay[t][e] = 1.f;
-            if (t < count) {
-                widen(raw_k[t], key[t]);
-                widen(raw_q[t], query[t]);
-                four(raw_g[t], p.g_type, log_decay);
+            for (int e = 0; e < 4; e++) grown[e] *= decay[t][e];
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    float y = log_decay[e] + bias[e];
-                    if (p.A) y = p.bounded ? p.bound * sigmoid(speed * y) : -speed * softplus(y);
-                    log_decay[e] = y;
-                    decay[t][e] = expf(y);
-                    grown[e] *= decay[t][e];
-                }
-                if (owns_gates)
-                    *(float4*)(g_ring + row * K + 4 * lane) =
-                        make_float4(log_decay[0], log_decay[1], log_decay[2], log_decay[3]);
-                if (owns_keys) store4(k_ring + (row * K + 4 * lane) * ACT_BYTES, raw_k[t]);
-                float y[2][4];
-#pragma unroll
-                for (int e = 0; e < 4; e++) y[0][e] = key[t][e] * grown[e], y[1][e] = query[t][e] * grown[e];
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    chunk_of(draft_rows, i * TOKENS + t, lane) =
-                        make_float4(y[i][0] * w[0], y[i][1] * w[1], y[i][2] * w[2], y[i][3] * w[3]);
-#pragma unroll
-                for (int r = 0; r < RECORDS; r++) {  // lanes have the key's scores, then the query's
-                    float z = 0.f;
-                    if (8 * r < hist) {
-                        float dots[16];
-#pragma unroll
-                        for (int i = 0; i < 16; i++) {
-                            const float (&a)[4] = y[i / 8], (&b)[4] = tilde[8 * r + i % 8];
-                            dots[i] = a[0] * b[0] + a[1] * b[1] + a[2] * b[2] + a[3] * b[3];
-                        }
-                        z = scatter_sum(dots, lane);
-                    }
-                    if (lane < 16) shared_scores[((lane >> 3) * TOKENS + t) * LR + 8 * r + (lane & 7)] = z;
-                }
-                square[t] = key[t][0] * key[t][0] + key[t][1] * key[t][1] + key[t][2] * key[t][2] +
-                            key[t][3] * key[t][3];
-                square[TOKENS + t] = query[t][0] * query[t][0] + query[t][1] * query[t][1] +
-                                     query[t][2] * query[t][2] + query[t][3] * query[t][3];
+            for (int i = 0; i < 2; i++) {
+                const float (&y)[4] = i ? query[t] : key[t];
+                chunk_of(draft_rows, i * TOKENS + t, lane) =
+                    make_float4(y[0] * grown[0], y[1] * grown[1], y[2] * grown[2], y[3] * grown[3]);
+                square[i * TOKENS + t] = y[0] * y[0] + y[1] * y[1] + y[2] * y[2] + y[3] * y[3];
             }
         }
-        float z = inverse_root(scatter_sum(square, lane) + 1e-6f);
+        const float z = inverse_root(scatter_sum(square, lane) + 1e-6f);
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
-            float y = shuffle(z, ONE ? i : SHARED_TILE ? g : 8 * i + g);
+            const float y = shuffle(z, SHARED_TILE ? g : 8 * i + g);
             norm[i] = p.l2norm ? y : 1.f;
         }
-#if TOKENS > 1
         if (count == 1) {
             float y = query[0][0] * key[0][0] + query[0][1] * key[0][1] + query[0][2] * key[0][2] +
                       query[0][3] * key[0][3];
@@ -815,30 +962,54 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 }
             }
         }
-#else
-        own = query[0][0] * key[0][0] + query[0][1] * key[0][1] + query[0][2] * key[0][2] +
-              query[0][3] * key[0][3];
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) own += shuffle_xor(own, d);
-#endif
         warp_sync();
+
+        // scores: columns as rows of the first operand, which without a second tile has them twice
+        float d[RECORDS][4], d_low[RECORDS][4];
+#pragma unroll
+        for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) d[r][e] = d_low[r][e] = 0.f;
+        static_assert(RECORDS == 2, "");
+#pragma unroll 1
+        for (int block = 0; block < 4 && hist > 0; block++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 y[4], z[4];
+                load_matrices(
+                    y, &chunk_of(draft_rows, SHARED_TILE ? lane & 7 : lane & 15, 2 * i + (lane >> 4), block));
+                load_matrices(
+                    z, &chunk_of(ring_keys, (lane & 7) + 8 * (lane >> 4), 2 * i + (lane >> 3 & 1), block));
+                const float columns[4] = {real(y[0]), real(y[1]), real(y[2]), real(y[3])};
+                float h[4], l[4];
+                split<2, NEAREST>(columns, h, l);
+#pragma unroll
+                for (int r = 0; r < RECORDS; r++) {
+                    const float keys[2] = {real(z[2 * r]), real(z[2 * r + 1])};
+                    if (8 * r < hist) product<2, 2, NEAREST>(d[r], d_low[r], h, l, keys);
+                }
+            }
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
-            const int column = ONE ? i : 8 * i + g;
-            const bool used = ONE || (SHARED_TILE ? g & 3 : g) < count;
-#pragma unroll
-            for (int block = 0; block < 4; block++) {
-#pragma unroll
-                for (int e = 0; e < 8; e++) x[i][block][e] = 0.f;
-                if (used) shared_row(draft_rows, column, c, block, x[i][block]);
-            }
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                for (int n = 0; n < 2; n++)
-                    scores[i][r][n] = used ? shared_scores[column * LR + 8 * r + 2 * c + n] : 0.f;
+                for (int n = 0; n < 2; n++) scores[i][r][n] = d[r][2 * i + n] + d_low[r][2 * i + n];
+#pragma unroll
+            for (int step = 0; step < 16; step++) {
+                float y[2], w[2];
+                pair_of(draft_rows + (8 * i + g) * K, step, c, g, y);
+                pair_of(total_row, step, c, 0, w);
+#pragma unroll
+                for (int n = 0; n < 2; n++) x[i][step / 4][step % 4 * 2 + n] = y[n] * w[n];
+            }
         }
         warp_sync();
+        if (STAGES > 1 && !single) {
+            issue_unit(1, 1);
+            issue_values(1, 1);
+            copies_commit();
+        }
     }
 #endif
     // records of the row's keys
@@ -1051,7 +1222,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         const bool inside = EVEN || v < V;
         const int stage = single ? 0 : unit % STAGES;
         unsigned char* const tile_at = shared_memory + stage * STAGE_BYTES;
-        if (unit == 0 || single) copies_wait<0>();
+        if (single || (!CHAIN && unit == 0)) copies_wait<0>();
         else copies_wait<STAGES - 1>();
         warp_sync();
 
@@ -1061,6 +1232,23 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int e = 0; e < 4; e++)
 #pragma unroll
             for (int i = 0; i < COLUMNS; i++) acc[i][e] = acc_low[i][e] = 0.f;
+#if RULE == 2 && TOKENS > 1
+#pragma unroll
+        for (int at = 0; at < 16; at += STEPS_AT_ONCE) {
+            float y[STEPS_AT_ONCE][4], h[4], l[4];
+            unit_operand(tile_at, at / STEPS_AT_ONCE, lane, y);
+#pragma unroll
+            for (int i = 0; i < STEPS_AT_ONCE; i++) {
+                const int step = at + i;
+                split<S_TERMS, NEAREST>(y[i], h, l);
+#pragma unroll
+                for (int n = 0; n < COLUMNS; n++) {
+                    const float z[2] = {x[n][step / 4][step % 4 * 2], x[n][step / 4][step % 4 * 2 + 1]};
+                    product<S_TERMS, X_TERMS, NEAREST>(acc[n], acc_low[n], h, l, z);
+                }
+            }
+        }
+#else
 #pragma unroll
         for (int block = 0; block < 4; block++) {
             float rows[2][8];
@@ -1088,6 +1276,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             }
 #endif
         }
+#endif
 
         // the ring, and the columns' factors
         float past[RECORDS][2][2];
@@ -1251,6 +1440,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #if RULE == 2
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++) {
+                    if (CHAIN && 8 * r >= hist) break;
                     const float4 y = chunk_of(ring_keys, 8 * r + 2 * c, g, block),
                                  z = chunk_of(ring_keys, 8 * r + 2 * c + 1, g, block);
                     const float keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};

@@ -45,6 +45,6 @@ def test_steps_have_rows_of_their_own(script: ModuleType) -> None:
 
 def test_what_is_measured(script: ModuleType) -> None:
     """Every case has shares that cover a head, and no step is larger than the rule of thumb's largest."""
-    for case in script.cases():
+    for case in script.cases(script.TOKENS):
         assert case.batch * case.layer.value_heads <= script.LARGE
         assert script.shares(case)[0] * script.UNIT >= case.layer.value_dim

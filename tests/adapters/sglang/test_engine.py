@@ -27,12 +27,12 @@ NO_BUFFER = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedul
 pytestmark = pytest.mark.slow
 
 
-def convert(rule: str, target: Path) -> Path:
+def convert(rule: str, target: Path, dtype: str = "float32") -> Path:
     """An example model, which transformers wrote, in the form that SGLang reads."""
     shutil.copytree(MODELS / FOLDERS[rule], target)
     file = target / "config.json"
     config = json.loads(file.read_text())
-    config |= {"torch_dtype": "float32", "dtype": "float32"}
+    config |= {"torch_dtype": dtype, "dtype": dtype}
     config |= {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0}
     if rule == "gdn":
         config |= {"full_attention_interval": 4, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}

@@ -38,11 +38,19 @@ DEVICE float2 make_float2(float x, float y) { return {x, y}; }
 DEVICE float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 DEVICE uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 DEVICE uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
-DEVICE float rsqrtf(float x) {  // off by two units in the last place, up or down, as a GPU may be
-    const float y = 1.f / sqrtf(x);
+// The GPU's approximations: two units in the last place off, up or down; an exponential, which many sums and
+// products are made of, by up to one, evenly.
+DEVICE int noise(float x) {
     u32 bits;
     memcpy(&bits, &x, 4);
-    return y * (1.f + 2.4e-7f * (bits * 2654435761u >> 16 & 1 ? 1 : -1));
+    return (int)(bits * 2654435761u);
+}
+DEVICE float two_units_off(float y, float x) { return y * (1.f + 2.4e-7f * (noise(x) & 65536 ? 1 : -1)); }
+DEVICE float rsqrtf(float x) { return two_units_off(1.f / sqrtf(x), x); }
+DEVICE float fast_reciprocal(float x) { return two_units_off(1.f / x, x); }
+DEVICE float fast_exp2(float x) {
+    const float y = exp2f(x);
+    return y < 1.17549435e-38f ? 0.f : y * (1.f + 1.2e-7f * noise(x) / 2147483648.f);
 }
 
 namespace warp {
@@ -209,6 +217,14 @@ DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
             y[i][k] = real(k % 2 ? w & 0xffff0000u : w << 16);
         }
     add_products(d, x, y);
+}
+
+DEVICE void load_matrices(u32 (&x)[4], const void* row) {
+    if ((uintptr_t)row % 16) abort();
+    const int lane = warp::at, g = lane / 4, c = lane % 4;
+    memcpy(post(), row, 16);
+    warp::meet();
+    for (int i = 0; i < 4; i++) x[i] = bits(warp::box[warp::turn[lane]][8 * i + g][c]);
 }
 
 DEVICE void copy_async(void* to, const void* from, bool inside) {

@@ -1,0 +1,301 @@
+"""`replayssm bench e2e`: decode step times of an engine's own server, with replay and without, in one run.
+
+Each way of serving is a process of its own, `sglang_engine`, that starts the engine and times it on request.
+All ways get the same model and the same arguments of the engine, so that only replay differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from platform import platform
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from replayssm.cli.bench import table
+from replayssm.cli.bench.run import bare
+from replayssm.cli.bench.sglang_engine import MARK
+from replayssm.cli.errors import CommandError
+from replayssm.cli.record import ROOT, commit
+
+PROGRAM = "replayssm bench e2e"
+WAYS = {
+    "off": "SGLang without replay",
+    "stock": "SGLang's own replay decoding",
+    "on": "SGLang with this package's adapter",
+}
+BATCHES = (1, 8, 32, 128, 256, 512)
+FLAGS = ("--enable-linear-replayssm", "--enable-linear-replayssm-spec")
+LOG_LINES = 15
+"""Of an engine's log, printed where it failed."""
+PATIENCE = 60.0
+"""Seconds that an engine may take to end."""
+
+Message = dict[str, Any]
+
+
+class EngineFailed(Exception):
+    """An engine ended with an error; says with what status, and the end of its log."""
+
+
+class Engine(Protocol):
+    """An engine in a process of its own, which is starting from its construction on."""
+
+    def ask(self, **order: Any) -> Message:
+        """Its answer to an order, once it has started; see `sglang_engine`.
+
+        Raises:
+            EngineFailed: it has ended.
+        """
+
+    def end(self) -> None:
+        """End it; its memory is free afterwards."""
+
+
+Start = Callable[[Sequence[str], Mapping[str, str]], Engine]
+"""Starts an engine with its command line and further environment."""
+
+
+@dataclass
+class Run:
+    """What is known so far, and the record of topic `e2e-sglang` that it makes.
+
+    Attributes:
+        rows: rows of the record.
+        failed: `model`, `mode` and `reason` of engines that ended with an error.
+        gpu: the GPU's name.
+        versions: of everything that was used.
+    """
+
+    rows: list[Message] = field(default_factory=list)
+    failed: list[Message] = field(default_factory=list)
+    gpu: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path, command: str) -> None:
+        """Write the record, never leaving half a file."""
+        content = {
+            "topic": "e2e-sglang",
+            "date": date.today().isoformat(),
+            "machine": platform(),
+            "gpu": self.gpu,
+            "versions": self.versions,
+            "commit": os.environ.get("GIT_COMMIT") or commit(ROOT),
+            "command": command,
+            "failed": self.failed,
+            "rows": self.rows,
+        }
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; `argparse` has them, as those of `bench kernels`."""
+    options = argparse.ArgumentParser(
+        PROGRAM,
+        description="Time decode steps of an engine with replay and without. Arguments after -- go to the "
+        "engine, the same for all ways.",
+    )
+    options.add_argument("--engine", choices=("sglang",), default="sglang", help="which engine")
+    options.add_argument("--model", action="append", required=True, help="model; may be given several times")
+    ways = "; ".join(f"{name}: {meaning}" for name, meaning in WAYS.items())
+    options.add_argument("--ways", type=_words, default=tuple(WAYS), help=f"of {ways}; all by default")
+    options.add_argument("--batch", type=_numbers, default=BATCHES, help=f"requests; by default {BATCHES}")
+    options.add_argument("--input", type=int, default=128, metavar="TOKENS", help="of a prompt")
+    options.add_argument(
+        "--output", type=int, default=129, metavar="TOKENS", help="of a request; all but the first are timed"
+    )
+    options.add_argument("--replays", type=int, default=5, help="timings of each batch; the median counts")
+    options.add_argument(
+        "--prefix", type=int, default=0, metavar="TOKENS",
+        help="time the first token of prompts that begin with this many cached tokens, too",
+    )  # fmt: skip
+    options.add_argument(
+        "--profile", type=_numbers, default=(), metavar="BATCHES",
+        help="record what decode steps of these batches do on the GPU, by torch's profiler, too",
+    )  # fmt: skip
+    options.add_argument(
+        "--together", action="store_true",
+        help="start a model's engines side by side, which must leave each other room, and time them in turn",
+    )  # fmt: skip
+    options.add_argument("--json", type=Path, metavar="FILE", help="keep the record here, row by row")
+    return options
+
+
+def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: Start | None = None) -> None:
+    """Run the command.
+
+    Args:
+        arguments: its options, then `--` and the engine's.
+        say: prints a line.
+        start: starts an engine.
+
+    Raises:
+        CommandError: an option is wrong, or no engine gave a figure.
+    """
+    own, engine = _parted(arguments)
+    given = parser().parse_args(own)
+    for way in given.ways:
+        if way not in WAYS:
+            raise CommandError(f"--ways: unknown way {way!r}, expected some of {', '.join(WAYS)}")
+    if min(given.batch, default=0) < 1 or given.output < 2 or given.replays < 1 or given.input < 1:
+        raise CommandError("expected batches, prompts and replays of at least 1, and outputs of at least 2")
+    for argument in engine:
+        if argument.partition("=")[0] in FLAGS:
+            raise CommandError(f"{argument} is set by the way: leave it out, or choose ways with --ways")
+    if given.json is not None and not given.json.parent.is_dir():
+        raise CommandError(f"--json: there is no folder {given.json.parent}")
+    command = " ".join([PROGRAM, *map(bare, arguments)])
+    run = Run()
+
+    def keep() -> None:
+        if given.json is not None:
+            run.write(given.json, command)
+
+    for model in given.model:
+        for ways in [given.ways] if given.together else [(way,) for way in given.ways]:
+            time_ways(run, model, ways, given, engine, say, keep, start or Process)
+    if not run.rows:
+        raise CommandError("no engine gave a figure; the reasons are above")
+    say("")
+    say(table.text(lines(run.rows)))
+
+
+def time_ways(
+    run: Run,
+    model: str,
+    ways: Sequence[str],
+    given: argparse.Namespace,
+    arguments: Sequence[str],
+    say: Callable[[str], None],
+    keep: Callable[[], None],
+    start: Start,
+) -> None:
+    """Time the engines of some ways side by side, batch after batch; one that fails leaves the others be."""
+    name = Path(model).name
+    speculates = any(argument.startswith("--speculative-algo") for argument in arguments)
+    engines: dict[str, Engine] = {}
+    for way in ways:
+        flags = [] if way == "off" else [FLAGS[speculates]]
+        environment = {"REPLAYSSM_SGLANG": "off" if way == "stock" else "on"}
+        engines[way] = start(["--model-path", model, *arguments, *flags], environment)
+    tokens = {"input": given.input, "output": given.output, "replays": given.replays}
+    orders: list[Message] = [{"order": "step", "batch": batch, **tokens} for batch in given.batch]
+    if given.prefix:
+        orders.append({"order": "prefix", "prefix": given.prefix, "replays": given.replays})
+    orders += [{"order": "profile", "batch": batch, "input": given.input} for batch in given.profile]
+    try:
+        for order in [{"order": "facts"}, *orders]:
+            for way in list(engines):
+                try:
+                    answer = engines[way].ask(**order)
+                except EngineFailed as error:
+                    del engines[way]
+                    run.failed.append({"model": name, "mode": way, "reason": str(error)})
+                    say(f"{name}, {way}: failed: {error}")
+                    keep()
+                    continue
+                if order["order"] == "facts":
+                    run.gpu, run.versions = answer["gpu"], answer["versions"]
+                elif answer:
+                    run.rows.append({"model": name, "engine": "sglang", "mode": way, **answer})
+                    figures = {key: value for key, value in answer.items() if key != "kernels"}
+                    say(f"{name}, {way}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
+                    keep()
+    finally:
+        for each in engines.values():
+            each.end()
+
+
+class Process:
+    """`sglang_engine` in a process group of its own, which an engine that fails kills."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._folder = TemporaryDirectory()
+        self._log = Path(self._folder.name, "log")
+        with self._log.open("w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "replayssm.cli.bench.sglang_engine", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **environment},
+                text=True,
+                start_new_session=True,
+            )
+
+    def ask(self, **order: Any) -> Message:
+        """See `Engine`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                answer: Message = json.loads(line.removeprefix(MARK))
+                return answer
+        raise EngineFailed(f"status {self._process.wait()}: {self._told()}")
+
+    def end(self) -> None:
+        """See `Engine`."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._folder.cleanup()
+
+    def _told(self) -> str:
+        """The end of its log."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        told = [bare(line.strip()) for line in lines if line.strip()]
+        self._folder.cleanup()
+        return " / ".join(told[-LOG_LINES:])
+
+
+def lines(rows: Sequence[Message]) -> list[list[str]]:
+    """The table: milliseconds of a step by model, batch and way, and how many times shorter with replay."""
+    ways = [way for way in WAYS if any(row["mode"] == way for row in rows)]
+    head = ["model", "T", "batch", *(f"{way}, ms" for way in ways)]
+    head += [f"{way} / on" for way in ways if way != "on" and "on" in ways]
+    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    for row in rows:
+        if "step_ms" in row:
+            found.setdefault((row["model"], row["T"], row["batch"]), {})[row["mode"]] = row["step_ms"]
+    made = [head]
+    for (model, tokens, batch), times in found.items():
+        line = [model, str(tokens), str(batch), *(f"{times[w]:.2f}" if w in times else "-" for w in ways)]
+        for way in ways:
+            if way != "on" and "on" in ways:
+                both = way in times and "on" in times
+                line.append(f"{times[way] / times['on']:.2f}" if both else "-")
+        made.append(line)
+    return made
+
+
+def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our options, and the engine's behind `--`."""
+    at = list(arguments).index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:at]), list(arguments[at + 1 :])
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.split(",") if word)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in _words(text))

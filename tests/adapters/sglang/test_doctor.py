@@ -1,0 +1,64 @@
+"""`replayssm doctor --engine sglang` with the real SGLang."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from replayssm.adapters.sglang.doctor import examine
+
+RUN = "from replayssm.cli.main import app; app()"
+MISSING = """
+import sglang.srt.runtime_context as context
+def publish(server_args): ...
+context.publish = publish
+"""
+
+
+def doctor(before: str = "") -> tuple[int, dict[str, str]]:
+    """Exit status, and lines by what they are about; in a process whose plugins are not loaded yet."""
+    result = subprocess.run(
+        [sys.executable, "-c", before + RUN, "doctor", "--engine", "sglang"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("ok  ", "FAIL"))]
+    assert lines, result.stdout + result.stderr
+    return result.returncode, {line[5:].partition(":")[0]: line for line in lines}
+
+
+def test_all_is_well() -> None:
+    status, lines = doctor()
+    assert status == 0
+    assert list(lines) == ["SGLang", "switch", "plugin", "functions", "hooks", "settings", "kernels"]
+    assert all(line.startswith("ok") for line in lines.values())
+    assert "0.5.23" in lines["SGLang"]
+    assert "torch_backend on cpu" in lines["kernels"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "failing", "message"),
+    [
+        ("REPLAYSSM_SGLANG", "off", {"switch"}, "is off: unset it"),
+        ("SGLANG_PLUGINS", "another", {"plugin"}, "expected replayssm among the names"),
+        ("REPLAYSSM_WINDOW", "wide", {"settings", "kernels"}, "window"),
+        ("REPLAYSSM_BACKEND", "cuda", {"kernels"}, "backend 'cuda' cannot run on cpu"),
+    ],
+)
+def test_what_stands_in_the_way(
+    variable: str, value: str, failing: set[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    findings = [finding for finding in examine() if not finding.fine]
+    assert {finding.what for finding in findings} == failing
+    assert all(message in finding.detail for finding in findings), findings
+
+
+def test_another_signature() -> None:
+    status, lines = doctor(MISSING)
+    assert status == 1
+    assert "sglang.srt.runtime_context.publish" in lines["functions"]
+    assert "missing role, found server_args" in lines["functions"]

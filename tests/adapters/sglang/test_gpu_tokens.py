@@ -1,0 +1,159 @@
+"""SGLang's own engine on a GPU, with its kernels and CUDA graphs: 1,000 requests with and without the flag.
+
+Prefix cache with an extra buffer, overlap scheduling, prompts in chunks, retraction; weights and activations
+in bf16, states in fp32. Without the flag the engine runs twice, with prompts in chunks of another size, which
+says how far its own roundings go. All engines of the module run side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters.sglang.many_requests import requests
+from tests.adapters.sglang.test_engine import FOLDERS, HERE, MODELS, convert
+
+pytestmark = pytest.mark.gpu
+
+REQUESTS = 1000
+JUDGED = 100
+"""Requests whose probabilities are computed again in fp32."""
+WAYS: dict[str, dict[str, Any]] = {
+    "off": {},
+    "again": {"chunked_prefill_size": 256},
+    "on": {"enable_linear_replayssm": True},
+}
+TIE = 0.1
+"""How far a token may be ahead of the next, in log probability, for bf16 to turn them round."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine gave, see `many_requests`, and its log."""
+
+    found: dict[str, Any]
+    log: str
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Served]:
+    """By rule and way."""
+    folder = tmp_path_factory.mktemp("engines")
+    models = {rule: convert(rule, folder / rule, "bfloat16") for rule in FOLDERS}
+    jobs = [(rule, way) for rule in FOLDERS for way in WAYS]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        results = pool.map(lambda job: serve(models[job[0]], job[1], folder / "-".join(job)), jobs)
+        return dict(zip(jobs, results, strict=True))
+
+
+def serve(model: Path, way: str, target: Path) -> Served:
+    """Run one engine. `TEST_LOGS` names a folder that keeps the logs."""
+    options = {
+        "requests": REQUESTS, "dtype": "bfloat16", "sampling_backend": "pytorch", "grammar_backend": "none",
+        "prefill_attention_backend": "triton", "decode_attention_backend": "triton",
+        "moe_runner_backend": "triton", "disable_flashinfer_autotune": True, "log_level": "info",
+        "enable_fp32_lm_head": True, "mamba_ssm_dtype": "float32", "max_running_requests": 64,
+        "max_mamba_cache_size": 400, "max_total_tokens": 12000, "mem_fraction_static": 0.9,
+        "chunked_prefill_size": 512, "mamba_track_interval": 64, "cuda_graph_backend_prefill": "disabled",
+        "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64], **WAYS[way],
+    }  # fmt: skip
+    environment = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "50"}
+    result = subprocess.run(
+        [sys.executable, str(HERE / "many_requests.py"), str(model), json.dumps(options), str(target)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+        start_new_session=True,
+    )
+    log = result.stdout + result.stderr
+    if folder := os.environ.get("TEST_LOGS"):
+        Path(folder, f"{target.name}.log").write_text(log, encoding="utf-8")
+    return Served(json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}, log)
+
+
+@pytest.mark.parametrize("rule", FOLDERS)
+def test_the_same_tokens_with_the_flag(
+    served: dict[tuple[str, str], Served], rule: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Greedy tokens are equal, but for ties; there are no more of these than SGLang has with itself."""
+    parted: dict[str, list[float]] = {}
+    off = served[rule, "off"]
+    for way in ("again", "on"):
+        each = served[rule, way]
+        for run in (off, each):
+            assert run.found, run.log[-3000:]
+            assert re.search("#retracted_reqs: [1-9]", run.log), run.log[-3000:]
+        assert (f"{rule} layers of SGLang" in each.log) == (way == "on")
+        parted[way] = [
+            ahead[equal]
+            for here, there, ahead in zip(
+                each.found["outputs"], off.found["outputs"], off.found["ahead"], strict=True
+            )
+            if (equal := same(here, there)) < len(there)
+        ]
+        record_property(f"requests_equal_{way}", REQUESTS - len(parted[way]))
+        record_property(f"largest_tie_{way}", max(parted[way], default=0.0))
+        record_property(f"cached_tokens_{way}", each.found["cached"])
+    record_property("cached_tokens_off", off.found["cached"])
+    record_property("tokens", sum(map(len, off.found["outputs"])))
+    assert max(parted["on"], default=0.0) < TIE, sorted(parted["on"])[-10:]
+    assert len(parted["on"]) <= 1.5 * len(parted["again"]) + 5
+    assert served[rule, "on"].found["cached"] > 0.9 * off.found["cached"] > 0
+
+
+@pytest.mark.parametrize("rule", FOLDERS)
+def test_errors_are_not_larger(
+    served: dict[tuple[str, str], Served], rule: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Log probabilities of the tokens, against those that transformers computes in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODELS / FOLDERS[rule], dtype=torch.float32).cuda()
+    prompts, _ = requests(REQUESTS)
+    known: dict[tuple[int, ...], list[float]] = {}
+    errors = {}
+    for way in ("off", "on"):
+        found = served[rule, way].found
+        assert found, served[rule, way].log[-3000:]
+        squares, count = 0.0, 0
+        for prompt, tokens, logs in zip(
+            prompts[:JUDGED], found["outputs"][:JUDGED], found["logs"][:JUDGED], strict=True
+        ):
+            sequence = (*prompt, *tokens)
+            if sequence not in known:
+                known[sequence] = reference(model, sequence, len(tokens))
+            squares += sum((x - y) ** 2 for x, y in zip(logs, known[sequence], strict=True))
+            count += len(tokens)
+        errors[way] = math.sqrt(squares / count)
+        record_property(f"rms_logprob_error_{way}", errors[way])
+        record_property(f"tokens_{way}", count)
+    assert errors["on"] < 1.02 * errors["off"]
+
+
+@torch.no_grad()
+def reference(model: Any, sequence: tuple[int, ...], count: int) -> list[float]:
+    """Log probabilities of the last `count` tokens."""
+    tokens = torch.tensor([sequence], device="cuda")
+    logs = model(tokens, use_cache=False).logits[0, -count - 1 : -1].log_softmax(-1)
+    chosen: list[float] = logs.gather(1, tokens[0, -count:, None])[:, 0].tolist()
+    return chosen
+
+
+def same(here: list[int], there: list[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = enumerate(zip(here, there, strict=True))
+    return next((at for at, (x, y) in pairs if x != y), len(there))
