@@ -130,9 +130,8 @@ def run_schedule(server: Server, seed: int, tree: bool) -> None:
             tracked = rng.randrange(len(requests))
             before = fed(requests[tracked])
             targets = [int(target) if row == tracked else -1 for row in range(len(requests))]
-            server.verify(
-                requests, drafts, rng.randint(0, 2), ROADS[0] if tree else rng.choice(ROADS), targets
-            )
+            road = ROADS[0] if tree else rng.choice(ROADS)
+            server.verify(requests, drafts, rng.randint(0, 2), road, targets, graph=rng.random() < 0.5)
             after = fed(requests[tracked])
             if len(after) // INTERVAL > len(before) // INTERVAL:
                 assert_state(server, int(target), after[: len(after) // INTERVAL * INTERVAL])
@@ -159,6 +158,20 @@ def test_random_schedules(rule: str, standard: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_trees(rule: str, seed: int, tmp_path: Path) -> None:
     run_schedule(poisoned(start(rule, tmp_path, breadth=3)), seed, tree=True)
+
+
+def test_parents_as_kernels_take_them(tmp_path: Path) -> None:
+    """SGLang's root is its own parent; a kernel's is a child of the history. SGLang's tensor stays."""
+    pool = start("gdn", tmp_path, breadth=3).slots.mamba_pool._replayssm
+    slots, parents = torch.tensor([3, 2]), torch.tensor([[0, 0, 1, 0], [0, 0, 0, 2]])
+    given = parents.clone()
+    for layer in range(2):
+        found = pool.index(slots, given, layer).parents
+        assert found.tolist() == [[-1, 0, 1, 0], [-1, 0, 0, 2]]
+    assert torch.equal(given, parents)
+    again = pool.index(slots, parents.flip(0), 0).parents
+    assert again.tolist() == [[-1, 0, 0, 2], [-1, 0, 1, 0]], "another step has other trees"
+    assert pool.index(slots).parents is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
