@@ -153,8 +153,7 @@ def end_of_verification(
             steps = torch.where(steps < 0, -1, (path == steps[:, None]).int().argmax(-1))
     pool.commit(slots, drafts, accepted)
     if mamba_track_indices is not None and steps is not None:
-        targets = torch.where(steps < 0, -1, mamba_track_indices)
-        pool.snapshot(slots.long(), targets.long(), accepted - 1 - steps)
+        pool.track(slots, mamba_track_indices, steps, accepted)
 
 
 def _tree_path(pool: ReplayPool) -> tuple[torch.Tensor, torch.Tensor]:
