@@ -127,7 +127,7 @@ class ReplayPool:
         """Move the records of a draft tree's accepted path to the front; before `commit`.
 
         Args:
-            slots: `[B]` int, each but the padded ones once.
+            slots: `[B]` int, each once.
             path: `[B, A]` int, the accepted nodes in order.
             path_len: `[B]` int, how many.
         """
@@ -137,7 +137,7 @@ class ReplayPool:
             self.cursors.history,
             path,
             path_len,
-            torch.where(slots > PAD_SLOT, slots, -1),
+            slots,
             backend=self.backend,
         )
 

@@ -58,9 +58,11 @@ def pool_without_snapshots(original: Original, self: Any, *, cache_params: Any, 
 
 def window_bytes(configurator: Any, params: Any, drafts: int) -> int:
     """Bytes of the convolution's windows of each draft token, for the most requests that may run."""
-    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.mem_cache import kv_cache_configurator, memory_pool
     from sglang.srt.runtime_context import get_schedule, get_spec
 
+    if kv_cache_configurator._pd_prefill_skips_mamba_spec_state():
+        return 0
     shared = not params.shape.disable_conv_window_dedup and memory_pool.conv_window_dedup_enabled(
         memory_pool._is_npu, memory_pool._is_cpu, get_spec().speculative_eagle_topk, params.is_kda
     )

@@ -110,7 +110,6 @@ class Engine:
         from sglang.srt import runtime_context
         from sglang.srt.configs.hybrid_arch import mambaish_config
         from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
         args = server_args(model, **options)
@@ -140,12 +139,24 @@ class Engine:
             model=_model(rule, weights),
             use_mla_backend=rule == "kda",
         )
+        engine = cls(rule, args, runner, None, weights)
+        engine.use(engine.another_backend())
+        return engine
+
+    def another_backend(self) -> Any:
+        """SGLang's choice of backends for the model, built anew."""
+        from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
+
         full = SimpleNamespace(
-            token_to_kv_pool=None, req_to_token_pool=pool, kv_index_translator=None, needs_cpu_seq_lens=False,
-            use_captured_forward_metadata_for_breakable_cuda_graph=False,
+            token_to_kv_pool=None, req_to_token_pool=self.slots, kv_index_translator=None,
+            needs_cpu_seq_lens=False, use_captured_forward_metadata_for_breakable_cuda_graph=False,
         )  # fmt: skip
-        runner.attn_backend = attn_backend_wrapper(runner, full)
-        return cls(rule, args, runner, runner.attn_backend.linear_attn_backend, weights)
+        return attn_backend_wrapper(self.runner, full)
+
+    def use(self, attn_backend: Any) -> None:
+        """Take the next steps by `attn_backend`."""
+        self.runner.attn_backend = attn_backend
+        self.backend = attn_backend.linear_attn_backend
 
     @property
     def slots(self) -> Any:
