@@ -1,6 +1,7 @@
 """In torch, the GPU kernels that SGLang calls to verify drafts: its tree, its attention, its states.
 
-Part of the test plugin `cpu_engine`. Drafts and acceptance, the workers and the scheduler are SGLang's.
+Part of the test plugin `cpu_engine`. The workers and the scheduler are SGLang's. N-grams are looked up here
+too, so that no compiler is needed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -29,6 +31,7 @@ def register(replace: Callable[[str, str, Any], None]) -> None:
     replace(f"{ops}.speculative.eagle", "fill_bonus_tokens_func", bonus_tokens)
     replace(f"{ops}.speculative.eagle", "fill_accept_out_cache_loc_func", accepted_locations)
     replace("sglang.srt.mem_cache.allocation", "assign_req_to_token_pool_func", assign_places)
+    replace("sglang.srt.speculative.cpp_ngram.ngram_corpus", "NgramCorpus", Corpus)
     copies = f"{ops}.mamba.mamba_state_scatter_triton"
     replace(copies, "fused_mamba_state_scatter_with_mask", scatter)
     replace(copies, "fused_conv_window_scatter_with_mask", scatter)
@@ -48,6 +51,56 @@ def register(replace: Callable[[str, str, Any], None]) -> None:
     # For drafts of one step, which need no other.
     drafts = import_module("sglang.srt.speculative.draft_utils").DraftBackendFactory
     drafts.create_draft_extend_backend = lambda self: attention(self.draft_model_runner)
+
+
+class Corpus:
+    """What has followed each few tokens so far; drafts are trees of it, wide before they are deep."""
+
+    ORDER = 3
+
+    def __init__(self, max_bfs_breadth: int, draft_token_num: int, **given: Any) -> None:
+        self.breadth, self.nodes = max_bfs_breadth, draft_token_num
+        self.reset()
+
+    def reset(self) -> None:
+        self.followers: dict[tuple[int, ...], list[int]] = {}
+
+    def synchronize(self) -> None: ...
+
+    def erase_match_state(self, req_ids: list[str]) -> None: ...
+
+    def batch_put(self, batch_tokens: list[list[int]]) -> None:
+        for tokens in batch_tokens:
+            for end in range(1, len(tokens)):
+                for start in range(max(0, end - self.ORDER), end):
+                    known = self.followers.setdefault(tuple(tokens[start:end]), [])
+                    if tokens[end] not in known:
+                        known.append(tokens[end])
+
+    def batch_get(
+        self, req_ids: list[str], batch_tokens: list[list[int]], total_lens: list[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of each tree's nodes, and of each node which nodes are on its path."""
+        drafts = np.zeros((len(batch_tokens), self.nodes), dtype=np.int64)
+        mask = np.tile(np.eye(self.nodes, dtype=np.int64), (len(batch_tokens), 1, 1))
+        for row, tokens in enumerate(batch_tokens):
+            paths = [list(tokens)]
+            drafts[row, 0], mask[row, :, 0] = tokens[-1], 1
+            node = 0
+            while node < len(paths) < self.nodes:
+                for token in self._after(paths[node])[: min(self.breadth, self.nodes - len(paths))]:
+                    drafts[row, len(paths)] = token
+                    mask[row, len(paths)] |= mask[row, node]
+                    paths.append([*paths[node], token])
+                node += 1
+        return drafts.flatten(), mask.flatten()
+
+    def _after(self, tokens: list[int]) -> list[int]:
+        for order in range(self.ORDER, 0, -1):
+            found = self.followers.get(tuple(tokens[-order:]))
+            if found is not None:
+                return found
+        return []
 
 
 def tree_links(
