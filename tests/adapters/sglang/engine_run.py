@@ -26,7 +26,7 @@ PROMPTS = (
 def main(model: str, options: dict[str, Any]) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
-    scale = int(options.pop("scale", 1))
+    scale = float(options.pop("scale", 1))
     engine = Engine(
         model_path=model,
         device="cpu",
@@ -41,7 +41,9 @@ def main(model: str, options: dict[str, Any]) -> None:
     outputs, logs, cached, rounds = [], [], [], []
     # The second time prompts go on where a request ended, or in the middle of it.
     for _ in range(2):
-        lengths = [{"max_new_tokens": scale * (12 + 9 * (row % 4)), "temperature": 0} for row in range(6)]
+        lengths = [
+            {"max_new_tokens": int(scale * (12 + 9 * (row % 4))), "temperature": 0} for row in range(6)
+        ]
         results = engine.generate(input_ids=first, sampling_params=lengths, return_logprob=True)
         outputs += [result["output_ids"] for result in results]
         logs += [[entry[0] for entry in result["meta_info"]["output_token_logprobs"]] for result in results]

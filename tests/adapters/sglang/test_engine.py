@@ -178,9 +178,10 @@ def test_speculation_by_trees(rule: str, tmp_path: Path, monkeypatch: pytest.Mon
     """L15, L16, L20: n-grams; equal tokens in equally many steps, Mamba-2's with retraction between."""
     if rule == "mamba2":
         monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
-        monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "17")
+        monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "9")
     model = convert(rule, tmp_path / rule)
-    _, log = speculate(model, ("enable_linear_replayssm_spec",), **NO_BUFFER, **NGRAM_TREES)
+    given = {**NO_BUFFER, **NGRAM_TREES, "scale": 0.7}
+    _, log = speculate(model, ("enable_linear_replayssm_spec",), **given)
     if rule == "mamba2":
         assert re.search("#retracted_reqs: [1-9]", log), log[-3000:]
 
@@ -194,7 +195,7 @@ def test_speculation_by_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("enable_linear_replayssm_spec", "enable_linear_replayssm"),
         mamba_radix_cache_strategy="extra_buffer",
         mamba_track_interval=64,
-        scale=3,
+        scale=2.5,
         speculative_algorithm="STANDALONE",
         speculative_draft_model_path=str(write_drafter(tmp_path / "drafter")),
         speculative_num_steps=1,
