@@ -180,7 +180,7 @@ def time_group(
     keep: Callable[[], None],
     start: Start,
 ) -> None:
-    """Time engines of some models and ways in turn, batch after batch; one that fails leaves the others be."""
+    """Time engines of models and ways in turn, batch after batch; one that fails leaves the others be."""
     speculates = any(argument.startswith("--speculative-algo") for argument in arguments)
     engines: dict[tuple[str, str], Engine] = {}
     for model, way in group:
