@@ -256,6 +256,11 @@ RELIED_ON = (
     PatchPoint("sglang.srt.speculative.ragged_verify.read_ragged_verify_mode", (), "drafts of equal length"),
     PatchPoint("sglang.srt.runtime_context.get_server_args", (), "the settings, where a pool is made"),
     PatchPoint(
+        "sglang.srt.mem_cache.kv_cache_configurator._pd_prefill_skips_mamba_spec_state",
+        (),
+        "servers that never verify",
+    ),
+    PatchPoint(
         f"{_POOL}.conv_window_dedup_enabled",
         ("is_npu", "is_cpu", "speculative_eagle_topk", "is_kda"),
         "bytes of the convolution's windows",

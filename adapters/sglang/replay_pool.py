@@ -35,12 +35,12 @@ class Accepted(NamedTuple):
     """What a verification step accepted of draft trees.
 
     Attributes:
-        index: `[B, A]` int, accepted nodes in order, numbered through the batch; negative behind the last.
+        path: `[B, A]` int, accepted nodes in order, numbered through the batch; negative behind the last.
         lens: `[B]` int, how many.
         nodes: nodes of each tree.
     """
 
-    index: torch.Tensor
+    path: torch.Tensor
     lens: torch.Tensor
     nodes: int
 
@@ -127,7 +127,7 @@ class ReplayPool:
         """Move the records of a draft tree's accepted path to the front; before `commit`.
 
         Args:
-            slots: `[B]` int, each but the padded ones once.
+            slots: `[B]` int, each once.
             path: `[B, A]` int, the accepted nodes in order.
             path_len: `[B]` int, how many.
         """
@@ -137,7 +137,7 @@ class ReplayPool:
             self.cursors.history,
             path,
             path_len,
-            torch.where(slots > PAD_SLOT, slots, -1),
+            slots,
             backend=self.backend,
         )
 
@@ -172,25 +172,42 @@ class ReplayPool:
         """Make the states of `slots` (`[B]` or `[]` int) current and their rings empty."""
         self.settle()
         slots = slots.reshape(-1)
-        self._write_states(slots, slots, self._history(slots))
+        history = self._history(slots)
+        self._write_states(slots, slots, history, history > 0)
         self._empty(slots)
 
-    def snapshot(self, slots: torch.Tensor, targets: torch.Tensor, newer: torch.Tensor | int = 0) -> None:
-        """Write the states of `slots` into `targets` (both `[B]` int), whose rings become empty.
+    def snapshot(self, slots: torch.Tensor, targets: torch.Tensor) -> None:
+        """Write the current states of `slots` into `targets` (both `[B]` int), whose rings become empty.
 
         Rows with a target of `PAD_SLOT` or less are skipped. Histories of `slots` stay; a slot without one
-        is not copied, since whoever asks has copied its state. Of a history the `newer` (`[B]` int) last
-        tokens are left out.
+        is not copied, since whoever asks has copied its state.
         """
         self.settle()
-        self._write_states(slots, targets, self._history(slots) - newer)
+        history = self._history(slots)
+        self._write_states(slots, targets, history, (history > 0) & (targets > PAD_SLOT))
         self._empty(targets)
+
+    def track(
+        self, slots: torch.Tensor, targets: torch.Tensor, steps: torch.Tensor, accepted: torch.Tensor
+    ) -> None:
+        """Write states in the middle of what a verification has just accepted; after `commit`.
+
+        Args:
+            slots: `[B]` int, slots with a history, padded ones aside.
+            targets: `[B]` int, slots without one; rows with a target of `PAD_SLOT` or less are skipped.
+            steps: `[B]` int, the accepted token, counted from 0, behind which the state is wanted; rows with
+                a negative one are skipped.
+            accepted: `[B]` int, accepted tokens.
+        """
+        count = self.cursors.history[slots] - (accepted - 1 - steps)
+        self._write_states(slots, targets, count, (steps >= 0) & (targets > PAD_SLOT))
 
     def _history(self, slots: torch.Tensor) -> torch.Tensor:
         return self.cursors.history[slots.clamp(min=PAD_SLOT).long()]
 
-    def _write_states(self, slots: torch.Tensor, targets: torch.Tensor, count: torch.Tensor) -> None:
-        wanted = (count > 0) & (targets > PAD_SLOT)
+    def _write_states(
+        self, slots: torch.Tensor, targets: torch.Tensor, count: torch.Tensor, wanted: torch.Tensor
+    ) -> None:
         kernels.materialize(
             self.rule,
             self._table,
@@ -198,7 +215,7 @@ class ReplayPool:
             self.cursors.start,
             count,
             torch.where(wanted, slots, -1),
-            torch.where(wanted, targets, -1),
+            targets,
             window=self.cursors.window,
             backend=self.backend,
         )

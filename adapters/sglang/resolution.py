@@ -28,8 +28,8 @@ STEP = "handle_linear_attn_backend"
 SPECULATION_STEP = "handle_speculative_decoding"
 """The later step, after which the drafts' algorithm and lengths are known."""
 
-ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH", "DSPARK")
-"""Speculation whose verification ends where the adapter moves the cursors; NEXTN is EAGLE."""
+ALGORITHMS = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP", "STANDALONE", "NGRAM", "DFLASH", "DSPARK")
+"""Speculation that is served: it ends where the adapter moves the cursors; NEXTN is EAGLE."""
 
 _STOCK = f"set {ENV_SWITCH}=off for SGLang's own"
 
@@ -97,8 +97,8 @@ def resolve_speculation(server_args: Any, previous: Callable[[Any], None]) -> No
     algorithm = view.speculative_algorithm
     if algorithm not in ALGORITHMS:
         raise ValueError(
-            f"--speculative-algorithm {algorithm}: its commits do not end where replayssm moves its cursors; "
-            f"expected one of NEXTN, {', '.join(ALGORITHMS)}, or leave --enable-linear-replayssm-spec out"
+            f"--speculative-algorithm {algorithm} is not served by replayssm: expected one of NEXTN, "
+            f"{', '.join(ALGORITHMS)}, or leave --enable-linear-replayssm-spec out"
         )
     if envs.SGLANG_ENABLE_PP_SPEC.get():
         raise ValueError(

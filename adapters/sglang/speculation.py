@@ -58,9 +58,11 @@ def pool_without_snapshots(original: Original, self: Any, *, cache_params: Any, 
 
 def window_bytes(configurator: Any, params: Any, drafts: int) -> int:
     """Bytes of the convolution's windows of each draft token, for the most requests that may run."""
-    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.mem_cache import kv_cache_configurator, memory_pool
     from sglang.srt.runtime_context import get_schedule, get_spec
 
+    if kv_cache_configurator._pd_prefill_skips_mamba_spec_state():
+        return 0
     shared = not params.shape.disable_conv_window_dedup and memory_pool.conv_window_dedup_enabled(
         memory_pool._is_npu, memory_pool._is_cpu, get_spec().speculative_eagle_topk, params.is_kda
     )
@@ -153,8 +155,7 @@ def end_of_verification(
             steps = torch.where(steps < 0, -1, (path == steps[:, None]).int().argmax(-1))
     pool.commit(slots, drafts, accepted)
     if mamba_track_indices is not None and steps is not None:
-        targets = torch.where(steps < 0, -1, mamba_track_indices)
-        pool.snapshot(slots.long(), targets.long(), accepted - 1 - steps)
+        pool.track(slots, mamba_track_indices, steps, accepted)
 
 
 def _tree_path(pool: ReplayPool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,9 +165,9 @@ def _tree_path(pool: ReplayPool) -> tuple[torch.Tensor, torch.Tensor]:
             "replayssm: expected the accepted nodes of draft trees, by commit_mamba_states_after_verify, got "
             "the last nodes alone; use --speculative-eagle-topk 1"
         )
-    index, lens, nodes = pool.accepted
-    first = torch.arange(0, len(index) * nodes, nodes, dtype=index.dtype, device=index.device)
-    return index - first[:, None], lens
+    path, lens, nodes = pool.accepted
+    first = torch.arange(0, len(path) * nodes, nodes, dtype=path.dtype, device=path.device)
+    return path - first[:, None], lens
 
 
 def roll_back_convolution(original: Original, mamba_caches: Any, *args: Any, **given: Any) -> None:

@@ -110,7 +110,6 @@ class Engine:
         from sglang.srt import runtime_context
         from sglang.srt.configs.hybrid_arch import mambaish_config
         from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
         args = server_args(model, **options)
@@ -140,12 +139,24 @@ class Engine:
             model=_model(rule, weights),
             use_mla_backend=rule == "kda",
         )
+        engine = cls(rule, args, runner, None, weights)
+        engine.use(engine.another_backend())
+        return engine
+
+    def another_backend(self) -> Any:
+        """SGLang's choice of backends for the model, built anew."""
+        from sglang.srt.layers.attention.attention_registry import attn_backend_wrapper
+
         full = SimpleNamespace(
-            token_to_kv_pool=None, req_to_token_pool=pool, kv_index_translator=None, needs_cpu_seq_lens=False,
-            use_captured_forward_metadata_for_breakable_cuda_graph=False,
+            token_to_kv_pool=None, req_to_token_pool=self.slots, kv_index_translator=None,
+            needs_cpu_seq_lens=False, use_captured_forward_metadata_for_breakable_cuda_graph=False,
         )  # fmt: skip
-        runner.attn_backend = attn_backend_wrapper(runner, full)
-        return cls(rule, args, runner, runner.attn_backend.linear_attn_backend, weights)
+        return attn_backend_wrapper(self.runner, full)
+
+    def use(self, attn_backend: Any) -> None:
+        """Take the next steps by `attn_backend`."""
+        self.runner.attn_backend = attn_backend
+        self.backend = attn_backend.linear_attn_backend
 
     @property
     def slots(self) -> Any:
@@ -197,22 +208,29 @@ class Engine:
         return outputs
 
     def verify(
-        self, rows: Sequence[int], tokens: list[Inputs], drafts: int, parents: Sequence[Sequence[int]] = ()
+        self,
+        rows: Sequence[int],
+        tokens: list[Inputs],
+        drafts: int,
+        parents: Sequence[Sequence[int]] = (),
+        graph: bool = False,
     ) -> list[torch.Tensor]:
         """One verification step of the requests in `rows` (0: a padded row), through all layers.
 
         Args:
-            rows: rows of the request pool.
+            rows: rows of the request pool, the padded ones last.
             tokens: for each layer the inputs of each row's tokens, row by row.
             drafts: tokens of each row.
             parents: of draft trees, for each row the parent of each token, -1 for the first.
+            graph: SGLang prepares the step as it does before it replays a CUDA graph, in fixed buffers.
 
         Returns:
             Per layer the outputs, `[B, drafts, HV, V]`.
         """
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        links = [_links(row) for row in parents]
+        padded = list(rows).count(0) if graph else 0
+        links = [_links(row) for row in parents[: len(rows) - padded]]
         spec_info = SimpleNamespace(
             draft_token_num=drafts,
             ragged_verify_layout=None,
@@ -220,13 +238,27 @@ class Engine:
             retrieve_next_sibling=torch.tensor([siblings for _, siblings in links]) if links else None,
         )
         forward_batch = make_batch(ForwardMode.TARGET_VERIFY, rows, drafts, spec_info=spec_info)
+        forward_batch.num_padding = padded
 
         def run() -> list[torch.Tensor]:
-            self.backend.init_forward_metadata(forward_batch)
+            if graph:
+                self._make_buffers(drafts)
+                self.backend.init_forward_metadata_out_graph(forward_batch)
+            else:
+                self.backend.init_forward_metadata(forward_batch)
             return [self._layer(forward_batch, layer, inputs) for layer, inputs in enumerate(tokens)]
 
         outputs: list[torch.Tensor] = self.forward(forward_batch, run)
         return [out.unflatten(0, (len(rows), drafts)) for out in outputs]
+
+    def _make_buffers(self, drafts: int) -> None:
+        """SGLang's fixed buffers, those of a server with drafts of this length."""
+        self.backend.state_indices_list.clear()
+        self.backend.query_start_loc_list.clear()
+        for name in ("next", "parent"):
+            getattr(self.backend, f"retrieve_{name}_token_list").clear()
+        self.backend.retrieve_next_sibling_list.clear()
+        self.backend.init_cuda_graph_state(8, 8 * drafts)
 
     def _layer(self, forward_batch: Any, layer: int, inputs: Inputs) -> torch.Tensor:
         layer_id = self.slots.mamba_pool.mamba_layer_ids[layer]

@@ -3,8 +3,8 @@
     python engine_run.py MODEL OPTIONS
 
 OPTIONS are JSON: keyword arguments of SGLang's `Engine`, and `scale`, by which outputs are longer. Prints one
-line `RESULT {...}`: of each request the output tokens, the logarithms of their probabilities, and how many
-tokens the prefix cache had.
+line `RESULT {...}`: of each request the output tokens, the logarithms of their probabilities, how many tokens
+the prefix cache had, and with speculation in how many steps it was verified.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(model: str, options: dict[str, Any]) -> None:
         **{"max_running_requests": 4, "max_mamba_cache_size": 24, "max_total_tokens": 1000, **options},
     )
     first = [list(text.encode()) for text in PROMPTS]
-    outputs, logs, cached = [], [], []
+    outputs, logs, cached, rounds = [], [], [], []
     # The second time prompts go on where a request ended, or in the middle of it.
     for _ in range(2):
         lengths = [{"max_new_tokens": scale * (12 + 9 * (row % 4)), "temperature": 0} for row in range(6)]
@@ -46,13 +46,15 @@ def main(model: str, options: dict[str, Any]) -> None:
         outputs += [result["output_ids"] for result in results]
         logs += [[entry[0] for entry in result["meta_info"]["output_token_logprobs"]] for result in results]
         cached += [result["meta_info"]["cached_tokens"] for result in results]
+        rounds += [result["meta_info"].get("spec_verify_ct", 0) for result in results]
         pairs = zip(first, results, strict=True)
         first = [
             [*prompt, *result["output_ids"][: -1 - 5 * (row % 2)], *b" and"]
             for row, (prompt, result) in enumerate(pairs)
         ]
     engine.shutdown()
-    print("RESULT", json.dumps({"outputs": outputs, "logs": logs, "cached": cached}), flush=True)
+    found = {"outputs": outputs, "logs": logs, "cached": cached, "rounds": rounds}
+    print("RESULT", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

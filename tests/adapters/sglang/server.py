@@ -168,6 +168,7 @@ class Server:
         padded: int = 0,
         road: str = "commit_mamba_states_after_verify",
         targets: Sequence[int] | None = None,
+        graph: bool = False,
     ) -> None:
         """One verification step of running requests, and SGLang's commit of what was accepted.
 
@@ -179,6 +180,7 @@ class Server:
             padded: padded rows behind them.
             road: how the drafter commits, see `commit`.
             targets: the slot that tracks each request, -1 for none.
+            graph: SGLang prepares the step as for a CUDA graph.
         """
         nodes = len(drafts[0].tokens)
         tree = drafts[0].parents is not None
@@ -186,7 +188,7 @@ class Server:
         tokens: list[Inputs] = [{name: value[ids] for name, value in layer.items()} for layer in self.inputs]
         rows = [req.kv.req_pool_idx for req in requests] + [0] * padded
         parents = [draft.parents or [] for draft in drafts] + [[-1] * nodes] * padded if tree else ()
-        outputs = self.engine.verify(rows, tokens, nodes, parents)
+        outputs = self.engine.verify(rows, tokens, nodes, parents, graph)
         for layer, out in enumerate(outputs):
             assert (out[len(requests) :] == 0).all(), "a padded row"
             for row, (req, draft) in enumerate(zip(requests, drafts, strict=True)):

@@ -125,3 +125,52 @@ def test_overlap_and_an_extra_buffer(strategy: str, tmp_path: Path) -> None:
     assert_same(on, off)
     assert on["cached"] == off["cached"]
     assert sum(cached >= 128 for cached in off["cached"]) >= 2, "states that decode steps have left were used"
+
+
+@pytest.mark.parametrize(
+    ("rule", "breadth", "given", "flags"),
+    [
+        ("gdn", 1, {"mamba_radix_cache_strategy": "extra_buffer", "mamba_track_interval": 64, "scale": 3}, 2),
+        ("kda", 3, NO_BUFFER, 1),
+        ("mamba2", 3, NO_BUFFER, 1),
+    ],
+    ids=["gdn chain, tracked", "kda tree", "mamba2 tree, retracted"],
+)
+def test_speculation(
+    rule: str,
+    breadth: int,
+    given: dict[str, Any],
+    flags: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """L15, L16, L20: n-gram drafts; equal tokens in equally many steps, with either flag or both."""
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    if rule == "mamba2":
+        monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+        monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "17")
+    model = convert(rule, tmp_path / rule)
+    given = {
+        **given,
+        "max_total_tokens": 2500,
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": 4,
+        "speculative_ngram_max_bfs_breadth": breadth,
+    }
+    off, _ = serve(model, **given)
+    on, log = serve(
+        model,
+        **given,
+        enable_linear_replayssm_spec=True,
+        enable_linear_replayssm=flags > 1,
+        linear_replayssm_cache_len=7,
+    )
+    assert "window 7, drafts of up to 4 tokens" in log
+    assert_same(on, off)
+    assert on["cached"] == off["cached"]
+    assert on["rounds"] == off["rounds"]
+    assert sum(off["rounds"]) < 0.9 * sum(map(len, off["outputs"])), "drafts were accepted"
+    if rule == "gdn":
+        assert sum(cached >= 64 for cached in off["cached"]) >= 2, "states that were tracked were used"
+    if rule == "mamba2":
+        assert re.search("#retracted_reqs: [1-9]", log), log[-3000:]

@@ -141,12 +141,11 @@ SPEC = {
     [
         ({"linear_attn_verify_backend": "flashinfer"}, {}, "expected --linear-attn-verify-backend triton"),
         ({"linear_replayssm_cache_len": 11}, {}, "may accept 12 tokens, and the window is 11"),
-        ({"speculative_algorithm": "FROZEN_KV_MTP"}, {}, "FROZEN_KV_MTP: its commits do not end where"),
         ({}, {"SGLANG_ENABLE_PP_SPEC": "1"}, "SGLANG_ENABLE_PP_SPEC: drafts are committed after the next"),
         ({}, {"SGLANG_RAGGED_VERIFY_MODE": "compact"}, "expected static, got compact"),
         ({"enable_unified_memory": True}, {}, "slots of states move"),
     ],
-    ids=["backend", "window", "algorithm", "pipeline", "ragged", "unified memory"],
+    ids=["backend", "window", "pipeline", "ragged", "unified memory"],
 )
 def test_refusals_with_speculation(
     model: Path,
@@ -192,6 +191,21 @@ def test_lengths_of_drafts(model: Path, options: dict[str, Any], drafts: int, pa
     for name in ("enable_linear_replayssm", "enable_linear_replayssm_spec"):
         assert resolved_args[name] is False, "SGLang's own replay is off"
     assert resolved_args["linear_attn_verify_backend"] == "triton"
+
+
+@pytest.mark.parametrize("algorithm", ["UNO", "ANOTHER"])
+def test_other_algorithms_are_refused(algorithm: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L20: UNO, and what another plugin has registered."""
+    args = server_args(model, **SPEC)
+    setattr(args, settings.SETTINGS, settings.Settings(12, "auto", None, speculation=True))
+
+    def step(server_args: Any) -> None:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        declare_resolution(server_args, "test", speculative_algorithm=algorithm)
+
+    with pytest.raises(ValueError, match=f"{algorithm} is not served by replayssm: expected one of NEXTN"):
+        resolution.resolve_speculation(args, step)
 
 
 def test_longer_drafts_than_resolved_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

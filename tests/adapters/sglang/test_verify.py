@@ -89,8 +89,12 @@ def fed(req: Any) -> list[int]:
 
 
 def run_schedule(server: Server, seed: int, tree: bool) -> None:
-    """Random requests: every step is a verification of some length or a standard step."""
+    """Random requests: every step is a verification of some length or a standard step.
+
+    By one of two backends, as adaptive speculation has one for each length.
+    """
     rng = random.Random(seed)
+    backends = [server.engine.runner.attn_backend, server.engine.another_backend()]
     away: list[tuple[Any, Any]] = []
     choices = [
         *["admit", "mixed", "finish", "resume"] * 2, "retract", "evict", "copy", *["step"] * 4,
@@ -121,22 +125,25 @@ def run_schedule(server: Server, seed: int, tree: bool) -> None:
             server.engine.slots.mamba_pool.copy_from(req.kv.mamba_pool_idx.unsqueeze(0), target)
             assert_state(server, int(target), fed(req))
         elif choice == "step" and server.running:
+            server.engine.use(rng.choice(backends))
             server.step(rng.sample(server.running, rng.randint(1, len(server.running))), rng.randint(0, 2))
         elif choice == "verify" and server.running:
+            server.engine.use(rng.choice(backends))
             requests = rng.sample(server.running, rng.randint(1, len(server.running)))
             nodes = rng.randint(1, DRAFTS)
             lengths.add(nodes)
             drafts = [server.draft(req, nodes, rng.randint(1, nodes), rng, tree) for req in requests]
             tracked = rng.randrange(len(requests))
-            before = fed(requests[tracked])
+            before, kept = fed(requests[tracked]), server.engine.states[:, target].nan_to_num()
             targets = [int(target) if row == tracked else -1 for row in range(len(requests))]
-            server.verify(
-                requests, drafts, rng.randint(0, 2), ROADS[0] if tree else rng.choice(ROADS), targets
-            )
+            road = ROADS[0] if tree else rng.choice(ROADS)
+            server.verify(requests, drafts, rng.randint(0, 2), road, targets, graph=rng.random() < 0.5)
             after = fed(requests[tracked])
             if len(after) // INTERVAL > len(before) // INTERVAL:
                 assert_state(server, int(target), after[: len(after) // INTERVAL * INTERVAL])
                 done["tracked"] = done.get("tracked", 0) + 1
+            else:
+                assert torch.equal(server.engine.states[:, target].nan_to_num(), kept)
         else:
             continue
         done[choice] += 1
@@ -159,6 +166,20 @@ def test_random_schedules(rule: str, standard: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_trees(rule: str, seed: int, tmp_path: Path) -> None:
     run_schedule(poisoned(start(rule, tmp_path, breadth=3)), seed, tree=True)
+
+
+def test_parents_as_kernels_take_them(tmp_path: Path) -> None:
+    """SGLang's root is its own parent; a kernel's is a child of the history. SGLang's tensor stays."""
+    pool = start("gdn", tmp_path, breadth=3).slots.mamba_pool._replayssm
+    slots, parents = torch.tensor([3, 2]), torch.tensor([[0, 0, 1, 0], [0, 0, 0, 2]])
+    given = parents.clone()
+    for layer in range(2):
+        found = pool.index(slots, given, layer).parents
+        assert found.tolist() == [[-1, 0, 1, 0], [-1, 0, 0, 2]]
+    assert torch.equal(given, parents)
+    again = pool.index(slots, parents.flip(0), 0).parents
+    assert again.tolist() == [[-1, 0, 0, 2], [-1, 0, 1, 0]], "another step has other trees"
+    assert pool.index(slots).parents is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -273,6 +294,19 @@ def test_the_budget_has_rings_and_no_snapshots(rule: str, breadth: int, tmp_path
     taken = pool.mem_usage - (pool._replayssm.cursors.start.nbytes * 2) / (1 << 30)
     assert memory - left == pytest.approx(taken, rel=1e-9)
     assert memory / 2 - (memory - left) < 2 * taken / slots, "room for no slot more"
+
+
+def test_a_server_that_only_prefills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no windows for drafts, and a pool as without speculation, but for the rings."""
+    from sglang.srt.mem_cache import kv_cache_configurator as configurator
+
+    given = {"max_running_requests": 4, "max_mamba_cache_size": 6}
+    engine = start("gdn", tmp_path, slots=6, **given)
+    _, left = planned(engine, 4 / 1024)
+    monkeypatch.setattr(configurator, "_pd_prefill_skips_mamba_spec_state", lambda: True)
+    _, more = planned(engine, 4 / 1024)
+    windows = engine.slots.mamba_pool._intermediate_conv_window_phys
+    assert (more - left) * (1 << 30) == pytest.approx(sum(window.nbytes for window in windows), rel=1e-6)
 
 
 def test_more_states_fit(tmp_path: Path) -> None:
