@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
@@ -127,50 +128,77 @@ def test_overlap_and_an_extra_buffer(strategy: str, tmp_path: Path) -> None:
     assert sum(cached >= 128 for cached in off["cached"]) >= 2, "states that decode steps have left were used"
 
 
-@pytest.mark.parametrize(
-    ("rule", "breadth", "given", "flags"),
-    [
-        ("gdn", 1, {"mamba_radix_cache_strategy": "extra_buffer", "mamba_track_interval": 64, "scale": 3}, 2),
-        ("kda", 3, NO_BUFFER, 1),
-        ("mamba2", 3, NO_BUFFER, 1),
-    ],
-    ids=["gdn chain, tracked", "kda tree", "mamba2 tree, retracted"],
-)
-def test_speculation(
-    rule: str,
-    breadth: int,
-    given: dict[str, Any],
-    flags: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """L15, L16, L20: n-gram drafts; equal tokens in equally many steps, with either flag or both."""
-    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
-    if rule == "mamba2":
-        monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
-        monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "17")
-    model = convert(rule, tmp_path / rule)
-    given = {
-        **given,
-        "max_total_tokens": 2500,
-        "speculative_algorithm": "NGRAM",
-        "speculative_num_draft_tokens": 4,
-        "speculative_ngram_max_bfs_breadth": breadth,
-    }
+def write_drafter(target: Path) -> Path:
+    """A model that repeats its last token: it has embeddings, and all else in it is zero."""
+    size, vocabulary = 64, 256
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": size,
+        "intermediate_size": size, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": size // 2,
+        "num_hidden_layers": 1, "vocab_size": vocabulary, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True, "torch_dtype": "float32",
+        "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    layer = "model.layers.0"
+    zeros = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+        f"mlp.{name}_proj" for name in ("gate", "up", "down")
+    ]
+    weights = {f"{layer}.{name}.weight": torch.zeros(size, size) for name in zeros}
+    for name in (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm"):
+        weights[f"{name}.weight"] = torch.ones(size)
+    generator = torch.Generator().manual_seed(0)
+    weights["model.embed_tokens.weight"] = torch.randn(vocabulary, size, generator=generator)
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+NGRAM_TREES = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_num_draft_tokens": 4,
+    "speculative_ngram_max_bfs_breadth": 3,
+}
+
+
+def speculate(model: Path, flags: tuple[str, ...], **given: Any) -> tuple[dict[str, Any], str]:
+    """What a server with SGLang's snapshots and one with replay have in common, and the latter's log."""
+    given = {"max_total_tokens": 2500, **given}
     off, _ = serve(model, **given)
-    on, log = serve(
-        model,
-        **given,
-        enable_linear_replayssm_spec=True,
-        enable_linear_replayssm=flags > 1,
-        linear_replayssm_cache_len=7,
-    )
-    assert "window 7, drafts of up to 4 tokens" in log
+    on, log = serve(model, **given, **dict.fromkeys(flags, True), linear_replayssm_cache_len=7)
+    assert f"window 7, drafts of up to {given['speculative_num_draft_tokens']} tokens" in log
     assert_same(on, off)
     assert on["cached"] == off["cached"]
     assert on["rounds"] == off["rounds"]
     assert sum(off["rounds"]) < 0.9 * sum(map(len, off["outputs"])), "drafts were accepted"
-    if rule == "gdn":
-        assert sum(cached >= 64 for cached in off["cached"]) >= 2, "states that were tracked were used"
+    return off, log
+
+
+@pytest.mark.parametrize("rule", ["kda", "mamba2"])
+def test_speculation_by_trees(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L15, L16, L20: n-grams; equal tokens in equally many steps, Mamba-2's with retraction between."""
+    if rule == "mamba2":
+        monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
+        monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "17")
+    model = convert(rule, tmp_path / rule)
+    _, log = speculate(model, ("enable_linear_replayssm_spec",), **NO_BUFFER, **NGRAM_TREES)
     if rule == "mamba2":
         assert re.search("#retracted_reqs: [1-9]", log), log[-3000:]
+
+
+def test_speculation_by_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L12, L20: EAGLE's worker with a drafter that repeats tokens, tracked states, and both flags."""
+    # SGLang writes a prompt's tracked windows in the activations' format.
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    off, _ = speculate(
+        convert("gdn", tmp_path / "gdn"),
+        ("enable_linear_replayssm_spec", "enable_linear_replayssm"),
+        mamba_radix_cache_strategy="extra_buffer",
+        mamba_track_interval=64,
+        scale=3,
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(write_drafter(tmp_path / "drafter")),
+        speculative_num_steps=1,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=2,
+    )
+    assert sum(cached >= 64 for cached in off["cached"]) >= 2, "states that were tracked were used"

@@ -135,7 +135,7 @@ def run_schedule(server: Server, seed: int, tree: bool) -> None:
             drafts = [server.draft(req, nodes, rng.randint(1, nodes), rng, tree) for req in requests]
             tracked = rng.randrange(len(requests))
             before, kept = fed(requests[tracked]), server.engine.states[:, target].nan_to_num()
-            targets = [int(target) if row == tracked else -1 for row in range(len(requests))]
+            targets = [int(target) if row == tracked else rng.choice([-1, 0]) for row in range(len(requests))]
             road = ROADS[0] if tree else rng.choice(ROADS)
             server.verify(requests, drafts, rng.randint(0, 2), road, targets, graph=rng.random() < 0.5)
             after = fed(requests[tracked])

@@ -24,6 +24,9 @@ def register(replace: Callable[[str, str, Any], None]) -> None:
     replace(f"{ops}.speculative.spec_tree", "verify_tree_greedy_func", accept)
     replace(f"{ops}.speculative.cache_locs", "assign_extend_cache_locs_func", extend_locations)
     replace(f"{ops}.speculative.cache_locs", "fill_front_out_cache_loc_func", front_locations)
+    replace(f"{ops}.speculative.cache_locs", "assign_draft_cache_locs_contiguous_func", draft_locations)
+    replace(f"{ops}.speculative.spec_tree", "build_tree_kernel_efficient_func", chain_links)
+    replace(f"{ops}.speculative.eagle", "fill_bonus_tokens_func", bonus_tokens)
     replace(f"{ops}.speculative.eagle", "fill_accept_out_cache_loc_func", accepted_locations)
     replace("sglang.srt.mem_cache.allocation", "assign_req_to_token_pool_func", assign_places)
     copies = f"{ops}.mamba.mamba_state_scatter_triton"
@@ -42,6 +45,9 @@ def register(replace: Callable[[str, str, Any], None]) -> None:
         return prefill(self, q, k, v, layer, batch, *args, **given)
 
     attention.forward_extend = extend
+    # For drafts of one step, which need no other.
+    drafts = import_module("sglang.srt.speculative.draft_utils").DraftBackendFactory
+    drafts.create_draft_extend_backend = lambda self: attention(self.draft_model_runner)
 
 
 def tree_links(
@@ -130,6 +136,56 @@ def assign_places(
         first += end - start
 
 
+def draft_locations(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    topk: int,
+    num_cols: int,
+    positions: torch.Tensor | None = None,
+    mrope: torch.Tensor | None = None,
+) -> None:
+    assert topk == 1
+    assert mrope is None
+    places = extend_locations(req_pool_indices, req_to_token, seq_lens, seq_lens + num_cols)
+    out_cache_loc[: len(places)] = places
+    if positions is not None:
+        positions.copy_(seq_lens)
+
+
+def chain_links(
+    parent_list: Any,
+    selected_index: Any,
+    verified_seq_len: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    *args: Any,
+    **given: Any,
+) -> None:
+    """What `tree_links` works out, for chains."""
+    assert topk == 1
+    nodes = torch.arange(draft_token_num)
+    positions.copy_((verified_seq_len[:, None] + nodes).flatten())
+    retrieve_index.copy_(torch.arange(retrieve_index.numel()).view_as(retrieve_index))
+    retrieve_next_token.copy_(torch.where(nodes + 1 < draft_token_num, nodes + 1, -1))
+    retrieve_next_sibling.fill_(-1)
+
+
+def bonus_tokens(
+    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus: torch.Tensor, *args: Any, **given: Any
+) -> None:
+    """The last accepted token of each request."""
+    rows = accept_tokens.view(len(accept_lens), -1)
+    bonus.copy_(rows.gather(1, (accept_lens.long() - 1)[:, None])[:, 0])
+
+
 def front_locations(num_front: torch.Tensor, locations: torch.Tensor, front: torch.Tensor) -> None:
     rows = zip(locations.view(len(num_front), -1), num_front.tolist(), strict=True)
     packed = torch.cat([row[:count] for row, count in rows])
@@ -161,11 +217,15 @@ def verify_attention(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any) 
     keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
     values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
     q = q.view(rows, tokens, layer.tp_q_head_num, layer.qk_head_dim)
+    chain = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     locations, mask, out, first = batch.out_cache_loc.view(rows, tokens), batch.spec_info.custom_mask, [], 0
     for row, length in enumerate(batch.seq_lens.tolist()):
         past = self.req_to_token_pool.req_to_token[batch.req_pool_indices[row], :length].long()
         places = torch.cat([past, locations[row]])
-        seen = mask[first : first + tokens * len(places)].view(tokens, -1)
+        if getattr(batch.spec_info, "topk", 0) == 1:
+            seen = torch.cat([chain.new_ones(tokens, length), chain], dim=1)
+        else:
+            seen = mask[first : first + tokens * len(places)].view(tokens, -1)
         first += tokens * len(places)
         heads = layer.tp_q_head_num // keys.shape[1]
         key, value = (x[places].transpose(0, 1).repeat_interleave(heads, 0) for x in (keys, values))
