@@ -19,7 +19,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from replayssm.cli.bench import table
+from replayssm.cli.bench import e2e, table
 from replayssm.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,6 +109,26 @@ def kernels(results: Path = RESULTS) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def kernels_verify(results: Path = RESULTS) -> str:
+    """Times of our kernels alone, of a run that is newer than the one with peers."""
+    path = newest("kernels-verify", results)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return f"{table.markdown(table.times(record['rows']))}\n\n{_kernels_source(path, record)}\n"
+
+
+def e2e_sglang(results: Path = RESULTS) -> str:
+    """Decode steps of SGLang's engine, without replay and with it."""
+    path = newest("e2e-sglang", results)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("sglang", "torch", "triton"))
+    commands = "; ".join(f"`{command}`" for command in record["command"].split("; "))
+    return (
+        f"{table.markdown(e2e.lines(record['rows']))}\n\nMilliseconds of a step, median of "
+        f"{record['rows'][0]['replays']}. From [{path.name}](../bench/results/{path.name}) on "
+        f"{record['date']}; {record['gpu']}; {versions}; commit {record['commit'][:12]}: {commands}.\n"
+    )
+
+
 def _kernels_source(path: Path, record: dict[str, Any]) -> str:
     rates = ", ".join(f"{name} {rate:.2f}" for name, rate in record["bandwidth_tbps"].items())
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -135,8 +155,10 @@ def draw_kernels(path: Path, results: Path = RESULTS) -> None:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
+    "e2e-sglang": e2e_sglang,
     "e2e-transformers": e2e_transformers,
     "kernels": kernels,
+    "kernels-verify": kernels_verify,
     "plan": plan,
 }
 

@@ -126,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--together", action="store_true",
-        help="start a model's engines side by side, which must leave each other room, and time them in turn",
+        help="start all engines side by side, which must leave each other room, and time them in turn",
     )  # fmt: skip
     options.add_argument("--json", type=Path, metavar="FILE", help="keep the record here, row by row")
     return options
@@ -162,33 +162,31 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: St
         if given.json is not None:
             run.write(given.json, command)
 
-    for model in given.model:
-        for ways in [given.ways] if given.together else [(way,) for way in given.ways]:
-            time_ways(run, model, ways, given, engine, say, keep, start or Process)
+    served = [(model, way) for model in given.model for way in given.ways]
+    for group in [served] if given.together else [[each] for each in served]:
+        time_group(run, group, given, engine, say, keep, start or Process)
     if not run.rows:
         raise CommandError("no engine gave a figure; the reasons are above")
     say("")
     say(table.text(lines(run.rows)))
 
 
-def time_ways(
+def time_group(
     run: Run,
-    model: str,
-    ways: Sequence[str],
+    group: Sequence[tuple[str, str]],
     given: argparse.Namespace,
     arguments: Sequence[str],
     say: Callable[[str], None],
     keep: Callable[[], None],
     start: Start,
 ) -> None:
-    """Time the engines of some ways side by side, batch after batch; one that fails leaves the others be."""
-    name = Path(model).name
+    """Time engines of models and ways in turn, batch after batch; one that fails leaves the others be."""
     speculates = any(argument.startswith("--speculative-algo") for argument in arguments)
-    engines: dict[str, Engine] = {}
-    for way in ways:
+    engines: dict[tuple[str, str], Engine] = {}
+    for model, way in group:
         flags = [] if way == "off" else [FLAGS[speculates]]
         environment = {"REPLAYSSM_SGLANG": "off" if way == "stock" else "on"}
-        engines[way] = start(["--model-path", model, *arguments, *flags], environment)
+        engines[model, way] = start(["--model-path", model, *arguments, *flags], environment)
     tokens = {"input": given.input, "output": given.output, "replays": given.replays}
     orders: list[Message] = [{"order": "step", "batch": batch, **tokens} for batch in given.batch]
     if given.prefix:
@@ -196,11 +194,12 @@ def time_ways(
     orders += [{"order": "profile", "batch": batch, "input": given.input} for batch in given.profile]
     try:
         for order in [{"order": "facts"}, *orders]:
-            for way in list(engines):
+            for model, way in list(engines):
+                name = Path(model).name
                 try:
-                    answer = engines[way].ask(**order)
+                    answer = engines[model, way].ask(**order)
                 except EngineFailed as error:
-                    del engines[way]
+                    del engines[model, way]
                     run.failed.append({"model": name, "mode": way, "reason": str(error)})
                     say(f"{name}, {way}: failed: {error}")
                     keep()

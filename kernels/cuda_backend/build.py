@@ -72,13 +72,7 @@ class Config:
     @property
     def programs(self) -> int:
         """Programs that a multiprocessor holds at a time: as many as keep their registers out of memory."""
-        one_unit = self.units == 1 and self.records == 2
-        if self.rule is Rule.KDA:
-            most = 10 if one_unit and self.tokens == 1 else 8
-        elif one_unit and self.tokens <= 8:
-            most = 13 if self.tokens == 4 else 15
-        else:
-            most = 10
+        most = 8 if self.rule is Rule.KDA else 10
         return min(SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED), most)
 
     @property

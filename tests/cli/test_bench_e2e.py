@@ -94,12 +94,13 @@ def test_speculation_has_its_own_flag() -> None:
 
 
 def test_engines_side_by_side_are_timed_in_turn() -> None:
-    said, engines = run("--together", "--batch", "4,128", "--prefix", "1000")
-    assert engines.most == 3
+    said, engines = run("--together", "--batch", "4,128", "--prefix", "1000", "--model", "models/nemo")
+    assert engines.most == 6
     asked = [(way, order["order"], order.get("batch")) for way, order in engines.asked]
-    assert asked[3:6] == [("off", "step", 4), ("stock", "step", 4), ("on", "step", 4)]
+    assert asked[6:9] == [("off", "step", 4), ("stock", "step", 4), ("on", "step", 4)]
     assert asked[-1] == ("on", "prefix", None)
-    assert [line.split()[2] for line in said[-1].splitlines()[1:]] == ["4"], "no figure of 128: too many"
+    told = [line.split()[:3:2] for line in said[-1].splitlines()[1:]]
+    assert told == [["qwen", "4"], ["nemo", "4"]], "no figure of 128: too many"
 
 
 def test_profiles_come_last(tmp_path: Path) -> None:
