@@ -15,17 +15,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
-from platform import platform
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from replayssm.cli.bench import table
-from replayssm.cli.bench.run import bare
+from replayssm.cli.bench.kernels import numbers, words
+from replayssm.cli.bench.run import bare, heading, write_whole
 from replayssm.cli.bench.sglang_engine import MARK
 from replayssm.cli.errors import CommandError
-from replayssm.cli.record import ROOT, commit
 
 PROGRAM = "replayssm bench e2e"
 WAYS = {
@@ -82,21 +80,9 @@ class Run:
     versions: dict[str, str] = field(default_factory=dict)
 
     def write(self, path: Path, command: str) -> None:
-        """Write the record, never leaving half a file."""
-        content = {
-            "topic": "e2e-sglang",
-            "date": date.today().isoformat(),
-            "machine": platform(),
-            "gpu": self.gpu,
-            "versions": self.versions,
-            "commit": os.environ.get("GIT_COMMIT") or commit(ROOT),
-            "command": command,
-            "failed": self.failed,
-            "rows": self.rows,
-        }
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        """Write the record."""
+        content = heading("e2e-sglang", self.gpu, self.versions, command)
+        write_whole(path, {**content, "failed": self.failed, "rows": self.rows})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -109,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--engine", choices=("sglang",), default="sglang", help="which engine")
     options.add_argument("--model", action="append", required=True, help="model; may be given several times")
     ways = "; ".join(f"{name}: {meaning}" for name, meaning in WAYS.items())
-    options.add_argument("--ways", type=_words, default=tuple(WAYS), help=f"of {ways}; all by default")
-    options.add_argument("--batch", type=_numbers, default=BATCHES, help=f"requests; by default {BATCHES}")
+    options.add_argument("--ways", type=words, default=tuple(WAYS), help=f"of {ways}; all by default")
+    options.add_argument("--batch", type=numbers, default=BATCHES, help=f"requests; by default {BATCHES}")
     options.add_argument("--input", type=int, default=128, metavar="TOKENS", help="of a prompt")
     options.add_argument(
         "--output", type=int, default=129, metavar="TOKENS", help="of a request; all but the first are timed"
@@ -121,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
         help="time the first token of prompts that begin with this many cached tokens, too",
     )  # fmt: skip
     options.add_argument(
-        "--profile", type=_numbers, default=(), metavar="BATCHES",
+        "--profile", type=numbers, default=(), metavar="BATCHES",
         help="record what decode steps of these batches do on the GPU, by torch's profiler, too",
     )  # fmt: skip
     options.add_argument(
@@ -290,11 +276,3 @@ def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our options, and the engine's behind `--`."""
     at = list(arguments).index("--") if "--" in arguments else len(arguments)
     return list(arguments[:at]), list(arguments[at + 1 :])
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word for word in text.split(",") if word)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in _words(text))

@@ -25,14 +25,14 @@ def parser() -> argparse.ArgumentParser:
         PROGRAM, description="Time the decode kernels beside those of other packages on this machine's GPU."
     )
     layers = ", ".join(f"{name} ({MODELS[name]})" for name in GEOMETRIES)
-    options.add_argument("--rule", type=_words, default=(), help=f"of {', '.join(Rule)}; all by default")
-    options.add_argument("--geometry", type=_words, default=(), help=f"of {layers}; all by default")
+    options.add_argument("--rule", type=words, default=(), help=f"of {', '.join(Rule)}; all by default")
+    options.add_argument("--geometry", type=words, default=(), help=f"of {layers}; all by default")
     options.add_argument(
-        "--batch", type=_numbers, default=(), help=f"sequences, such as 1,32,256; by default {BATCHES}"
+        "--batch", type=numbers, default=(), help=f"sequences, such as 1,32,256; by default {BATCHES}"
     )
-    options.add_argument("--tokens", type=_numbers, default=(), help="T of a step; by default 1,4,8")
-    options.add_argument("--cases", type=_words, default=(), help="globs on names, such as 'gdn-*/b256/*'")
-    options.add_argument("--peers", type=_words, default=PEERS, help=f"of {', '.join(PEERS)}, or none")
+    options.add_argument("--tokens", type=numbers, default=(), help="T of a step; by default 1,4,8")
+    options.add_argument("--cases", type=words, default=(), help="globs on names, such as 'gdn-*/b256/*'")
+    options.add_argument("--peers", type=words, default=PEERS, help=f"of {', '.join(PEERS)}, or none")
     options.add_argument("--backend", choices=NAMES, default="auto", help="of our kernels")
     options.add_argument("--quick", action="store_true", help="fewer cases and replays")
     options.add_argument("--json", type=Path, metavar="FILE", help="keep the record here, row by row")
@@ -76,9 +76,11 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: St
     say(table.text(table.targets(run.rows)))
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
+    """An option's words, with commas between."""
     return tuple(word for word in text.split(",") if word)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in _words(text))
+def numbers(text: str) -> tuple[int, ...]:
+    """An option's numbers, likewise."""
+    return tuple(int(word) for word in words(text))

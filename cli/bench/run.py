@@ -56,23 +56,35 @@ class Run:
     def record(self, command: str) -> dict[str, Any]:
         """The record of topic `kernels`, as `bench/results` keeps it."""
         return {
-            "topic": "kernels",
-            "date": date.today().isoformat(),
-            "machine": platform(),
-            "gpu": self.gpu,
-            "versions": self.versions,
-            "commit": os.environ.get("GIT_COMMIT") or commit(ROOT),
-            "command": command,
+            **heading("kernels", self.gpu, self.versions, command),
             "bandwidth_tbps": self.bandwidth,
             "skipped": self.skipped,
             "rows": self.rows,
         }
 
     def write(self, path: Path, command: str) -> None:
-        """Write the record, never leaving half a file."""
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(json.dumps(self.record(command), indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        """Write the record."""
+        write_whole(path, self.record(command))
+
+
+def heading(topic: str, gpu: str | None, versions: dict[str, str], command: str) -> dict[str, Any]:
+    """What the records of all runs begin with."""
+    return {
+        "topic": topic,
+        "date": date.today().isoformat(),
+        "machine": platform(),
+        "gpu": gpu,
+        "versions": versions,
+        "commit": os.environ.get("GIT_COMMIT") or commit(ROOT),
+        "command": command,
+    }
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON, never leaving half a file."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def start_worker(orders: Message, silence: float) -> Iterator[Message]:
