@@ -138,6 +138,12 @@ _SIZES = (
     "dtype", "spec_config", "layer_mask", "is_estimating_kv_cache", "is_draft", "use_replay_state_update",
     "mamba_ssm_stochastic_rounding",
 )  # fmt: skip
+_MIXED_SIZES = (
+    "num_layers", "layer_mask", "num_kv_heads", "head_dim", "tokens_per_block", "max_seq_len",
+    "max_batch_size", "mapping", "dtype", "spec_config", "is_estimating_kv_cache", "execution_stream",
+    "model_type", "is_draft", "use_replay_state_update", "mamba_ssm_stochastic_rounding",
+    "pool_configurations",
+)  # fmt: skip
 _READ_AT_START = (
     "mamba_n_groups", "mamba_cache_dtype", "max_batch_size", "mapping", "spec_config", "is_draft",
     "use_replay_state_update", "mamba_ssm_stochastic_rounding",
@@ -167,6 +173,10 @@ _MANAGER_TARGETS: tuple[Target, ...] = (
     Function(_MANAGERS, f"{_PAGED}.__init__",
              ("self", *_STATE_SHAPE, *_SIZES, "conv_state_layout", "**kwargs"),
              (*_READ_AT_START, "conv_state_layout"), "rings beside the V2 pool", "hybrid_manager"),
+    Function(_MANAGERS, "MixedMambaHybridCacheManager.__init__",
+             ("self", *_STATE_SHAPE, *_MIXED_SIZES),
+             ("mamba_n_groups", "mapping", "spec_config", "is_draft", "mamba_ssm_stochastic_rounding"),
+             "what cannot work is refused", "mixed_manager"),
     Function(_MANAGERS, f"{_PYTHON}.__init__", _PYTHON_INIT,
              ("n_groups", "mapping", "dtype", "speculative_num_draft_tokens", "model_type",
               "use_replay_state_update", "mamba_ssm_stochastic_rounding"),
@@ -322,3 +332,6 @@ GENERATIONS: tuple[Generation, ...] = (
     Generation("g0", "1.2", ((_MANAGERS, "MambaCacheManager"),), (_REPLAY,), _G0, _NOT_YET),
 )  # fmt: skip
 """Newest first: the first whose signs are there is meant."""
+
+MODEL_MODULES = ("modeling_nemotron_h", "modeling_qwen3_next", "modeling_qwen3_5")
+"""Modules of the engine with models whose recurrent layers are served, where they exist."""

@@ -19,6 +19,10 @@ class AttentionMetadata:
     max_num_requests: int = 8
     is_cuda_graph: bool = False
 
+    def __post_init__(self):
+        lens = self.seq_lens.tolist()
+        self.num_tokens, self.num_ctx_tokens = sum(lens), sum(lens[: self.num_contexts])
+
     @property
     def num_seqs(self):
         return len(self.seq_lens)
@@ -26,14 +30,6 @@ class AttentionMetadata:
     @property
     def num_generations(self):
         return self.num_seqs - self.num_contexts
-
-    @property
-    def num_ctx_tokens(self):
-        return int(self.seq_lens[: self.num_contexts].sum())
-
-    @property
-    def num_tokens(self):
-        return int(self.seq_lens.sum())
 
     def prepare(self):
         if self.mamba_metadata is None:

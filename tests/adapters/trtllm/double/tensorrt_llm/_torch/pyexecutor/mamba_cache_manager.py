@@ -588,7 +588,8 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, MambaHybridCacheManager):
         self._layers(mamba_num_layers + num_layers, mamba_layer_mask, layer_mask, mapping)
         self._shapes(mamba_d_state, mamba_d_conv, mamba_num_heads, mamba_n_groups, mamba_head_dim, mapping)
         self._setup_mtp_intermediate_states(spec_config, max_batch_size)
-        reserved = 1 + mapping.enable_attention_dp
+        # One for the padding of each draft length.
+        reserved = (spec_config.tokens_per_gen_step if spec_config else 1) + mapping.enable_attention_dp
         super().__init__(
             kv_cache_config,
             kv_cache_type,

@@ -33,7 +33,7 @@ def get_pp_layers(num_layers, mapping, spec_config=None, layer_mask=None):
 
 class KVCacheManager(BaseResourceManager):
     # Blocks beyond one for each request: padding, and snapshots for block reuse.
-    SPARE_BLOCKS = 3
+    SPARE_BLOCKS = 6
 
     def __init__(
         self,

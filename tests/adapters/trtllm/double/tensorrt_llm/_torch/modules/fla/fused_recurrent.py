@@ -21,7 +21,7 @@ def fused_recurrent_gated_delta_rule_update(
     cache_steps=None,
     output=None,
 ):
-    out = torch.empty_like(v) if output is None else output
+    out = torch.empty(v.shape, dtype=v.dtype) if output is None else output
     for row, slot in enumerate(initial_state_indices.tolist()):
         state = initial_state_source[slot].float()
         for token in range(q.shape[1]):

@@ -110,7 +110,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
             intermediate_conv_window=windows,
             intermediate_state_indices=torch.arange(len(slots), dtype=torch.int32),
         )
-        return mixed_qkv.transpose(1, 2)
+        return mixed_qkv.transpose(1, 2).reshape(len(slots), draft_token_num, -1)
 
     def _snapshot_verify(self, query, key, value, a, b, ssm_states, slots, intermediate_ssm_states):
         g, beta = gates(self.A_log, a, self.dt_bias, b)
