@@ -14,6 +14,7 @@ from replayssm.cli.doctor import doctor
 from replayssm.cli.errors import CommandError
 from replayssm.cli.generate import generate
 from replayssm.cli.plan import plan
+from replayssm.cli.trtllm import trtllm
 from replayssm.core.config import ConfigError
 from replayssm.kernels.registry import BackendUnavailable
 
@@ -35,6 +36,7 @@ app.command()(doctor)
 app.command()(generate)
 app.command()(plan)
 app.add_typer(bench, name="bench")
+app.add_typer(trtllm, name="trtllm")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""The adapter for TensorRT-LLM's PyTorch backend; importing it patches nothing."""

@@ -1,0 +1,84 @@
+"""Whether an installed or unpacked TensorRT-LLM is one that the adapter decodes with; it is not imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from replayssm.adapters.trtllm.contract import GENERATIONS, PACKAGE
+from replayssm.adapters.trtllm.drift import differences, generation
+from replayssm.adapters.trtllm.settings import ENV_CONFIG, load
+from replayssm.adapters.trtllm.source import Source
+from replayssm.core.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        what: it.
+        fine: whether the engine would decode with replay as far as this goes.
+        detail: what was found; where it is not fine, what was expected and what to do.
+    """
+
+    what: str
+    fine: bool
+    detail: str
+
+
+def examine(source: Path | None = None) -> Iterator[Finding]:
+    """Look at the package, its generation, every difference from the contract, and the settings.
+
+    Args:
+        source: a folder with an unpacked `tensorrt_llm`, or that folder itself; `None`: the installed one.
+    """
+    root = _package(source)
+    if root is None:
+        expected = "installed here" if source is None else f"in {source}"
+        detail = f"not found: expected it {expected}; --source names the folder of an unpacked wheel"
+        yield Finding("TensorRT-LLM", False, detail)
+        return
+    yield Finding("TensorRT-LLM", True, f"in {root}, read and not imported")
+    package = Source(root)
+    found = generation(package)
+    if found is None:
+        known = ", ".join(f"{each.name} ({each.releases})" for each in reversed(GENERATIONS))
+        yield Finding("generation", False, f"none of {known}: the cache of recurrent states was not found")
+        return
+    detail = f"{found.name}, seen in {found.releases}"
+    if found.refused:
+        served = ", ".join(each.releases for each in GENERATIONS if not each.refused)
+        yield Finding("generation", False, f"{detail}: {found.refused}; expected {served}")
+    else:
+        yield Finding("generation", True, detail)
+    matters = 0
+    for difference in differences(package, found.targets):
+        matters += difference.matters
+        yield Finding(difference.where, not difference.matters, difference.text)
+    if found.targets and not matters:
+        yield Finding("contract", True, f"nothing that matters differs in {len(found.targets)} points")
+    if source is None or os.environ.get(ENV_CONFIG):
+        yield _settings()
+
+
+def _package(source: Path | None) -> Path | None:
+    if source is None:
+        spec = find_spec(PACKAGE)
+        locations = list(spec.submodule_search_locations or ()) if spec else []
+        return Path(locations[0]) if locations else None
+    for root in (source / PACKAGE, source):
+        if root.name == PACKAGE and (root / "_torch").is_dir():
+            return root
+    return None
+
+
+def _settings() -> Finding:
+    try:
+        settings = load(os.environ)
+    except ConfigError as error:
+        return Finding("settings", False, str(error))
+    return Finding("settings", True, f"window {settings.window}, backend {settings.backend}")

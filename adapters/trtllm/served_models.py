@@ -1,0 +1,44 @@
+"""The plug-in: importing this module patches TensorRT-LLM, in the launcher and in each worker process.
+
+The engine hands a model's class, or the module that registered its architecture, to the processes that it
+spawns. Each architecture with recurrent layers is registered again here as a class of this module, so whoever
+looks the class up imports the adapter before the model and its caches are made.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+from replayssm.adapters.trtllm.activation import install
+from replayssm.adapters.trtllm.contract import MODEL_MODULES, PACKAGE
+from replayssm.adapters.trtllm.refusals import Incompatible
+from replayssm.adapters.trtllm.settings import load
+
+
+def _register() -> dict[str, type]:
+    """Each architecture of the engine's recurrent models, as a class of this module."""
+    import_module(f"{PACKAGE}._torch.models")
+    utils: Any = import_module(f"{PACKAGE}._torch.models.modeling_utils")
+    found = {
+        name: cls
+        for name, cls in utils.MODEL_CLASS_MAPPING.items()
+        if cls.__module__.rpartition(".")[2] in MODEL_MODULES
+    }
+    if not found:
+        raise Incompatible(
+            f"replayssm: expected models of {' or '.join(MODEL_MODULES)} in MODEL_CLASS_MAPPING, got none of "
+            f"{len(utils.MODEL_CLASS_MAPPING)}; worker processes would decode without the adapter"
+        )
+    ours = {}
+    for name, cls in found.items():
+        fields = {"__module__": __name__, "__qualname__": name}
+        ours[name] = type(cls)(name, (cls,), fields)
+        utils.register_auto_model(name)(ours[name])
+    return ours
+
+
+# The launcher sets it for its own spawned processes; whoever imports this asked for the adapter.
+install(load(os.environ))
+globals().update(_register())

@@ -1,0 +1,119 @@
+"""The adapter's settings: a YAML file of its own, named by `TRTLLM_REPLAYSSM_CONFIG`.
+
+The engine refuses unknown keys in its own file. Of the environment it hands only variables that begin with
+TRTLLM or TLLM to the processes it spawns, so every setting is in the file and the path has such a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from replayssm.core.config import ENV_PREFIX, ConfigError, ReplayConfig, nearest
+
+ENV_CONFIG = "TRTLLM_REPLAYSSM_CONFIG"
+"""Variable with the path of the adapter's file."""
+
+MODES = ("own",)
+_LATER = "borrow"
+
+TEMPLATE = """\
+# replayssm in TensorRT-LLM; {variable} names this file.
+
+# own: rings and cursors of replayssm, for standard decoding and for MTP.
+mode: own
+
+# Records of a sequence before they are folded into its state.
+window: 16
+
+# Kernels: auto, torch, triton, cuda or flashinfer; auto takes the fastest that serve the model.
+backend: auto
+
+# Format of states: fp32, bf16 or fp16. Left out, it is the engine's kv_cache_config.mamba_ssm_cache_dtype;
+# given, it must be the same.
+# precision: fp32
+
+# The most tokens of a sequence in one step, the draft's and one more. Left out, it is the engine's own.
+# max_draft: 4
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the adapter decodes with.
+
+    Attributes:
+        window: L.
+        backend: kernel backend.
+        precision: format of the states; `None`: the engine's.
+        max_draft: the most tokens of a sequence in one step; `None`: the engine's.
+    """
+
+    window: int
+    backend: str
+    precision: str | None
+    max_draft: int | None
+
+
+def load(env: Mapping[str, str]) -> Settings:
+    """The settings from the file that the environment names.
+
+    Raises:
+        ConfigError: no file is named, it can't be read, or a key or value is wrong.
+    """
+    path = env.get(ENV_CONFIG)
+    if not path:
+        raise ConfigError(
+            f"{ENV_CONFIG} is not set: expected the path of an adapter.yaml; `replayssm trtllm init MODEL` "
+            "writes one. In processes that the engine did not spawn itself (mpirun, Ray) set it there too"
+        )
+    for field in ReplayConfig.model_fields:
+        variable = ENV_PREFIX + field.upper()
+        if env.get(variable):
+            raise ConfigError(
+                f"{variable} does not reach the engine's worker processes: write '{field}: "
+                f"{env[variable]}' into {path} and unset it"
+            )
+    return read(Path(path))
+
+
+def read(path: Path) -> Settings:
+    """The settings in a file.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {ENV_CONFIG} must name a file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}; correct the file") from None
+    content = {} if content is None else content
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected lines 'name: value', got a {type(content).__name__}")
+    known = ("mode", *ReplayConfig.model_fields)
+    for key in content:
+        if key not in known:
+            raise ConfigError(
+                f"unknown key {key!r} in {path}{nearest(str(key), known)}: expected one of "
+                f"{', '.join(known)}; correct or remove it. The engine's own settings belong in its own file"
+            )
+    mode = content.pop("mode", "own")
+    if mode not in MODES:
+        later = "; this release does not have borrow yet" if mode == _LATER else ""
+        raise ConfigError(f"{path}: mode: expected {' or '.join(MODES)}, got {mode!r}{later}")
+    try:
+        config = ReplayConfig(**content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    given = config.model_fields_set
+    return Settings(
+        config.window,
+        config.backend,
+        config.precision.recurrence if "precision" in given else None,
+        config.max_draft,
+    )

@@ -1,0 +1,29 @@
+"""The interface double of TensorRT-LLM is importable in tests that ask for it, and gone after them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.adapters.trtllm.generations import DOUBLE
+
+
+def forget() -> None:
+    """Forget the double and what the adapter holds of it."""
+    from replayssm.adapters.trtllm import activation
+
+    activation.uninstall()
+    ours = "replayssm.adapters.trtllm.served_models"
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tensorrt_llm", "replayssm_trtllm")]:
+        del sys.modules[name]
+    sys.modules.pop(ours, None)
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`import tensorrt_llm` finds the double."""
+    monkeypatch.syspath_prepend(DOUBLE)
+    yield
+    forget()

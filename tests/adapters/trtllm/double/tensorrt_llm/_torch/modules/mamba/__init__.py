@@ -1,0 +1,3 @@
+"""Recurrent layers."""
+
+PAD_SLOT_ID = -1

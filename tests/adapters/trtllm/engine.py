@@ -1,0 +1,286 @@
+"""Requests through the interface double of TensorRT-LLM, each output compared with the fp64 oracle.
+
+`Server` does what the executor, the model and the speculative worker do around the recurrent layers:
+schedule, prepare resources and metadata, run the layers in order, accept drafts. Pools hold NaN where nobody
+has written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests import oracle
+
+MASK = [True, False, True, True]
+"""Which of the model's layers are recurrent."""
+H, G, P, N, WIDTH = 4, 2, 5, 8, 4
+KINDS = ("python", "cpp", "v2")
+RULES = ("mamba2", "gdn")
+
+
+@dataclass
+class Truth:
+    """One request in one layer: the oracle's state, and the convolution's last raw inputs."""
+
+    S: torch.Tensor
+    window: torch.Tensor
+
+
+@dataclass
+class Request:
+    """A request of the test, and the engine's."""
+
+    llm: Any
+    truths: list[Truth]
+    tokens: int = 0
+
+
+@dataclass
+class Server:
+    """A model with recurrent layers, their cache and the requests.
+
+    Attributes:
+        kind: which manager.
+        rule: of the layers.
+        max_draft: drafts of a step at most; `None`: no speculation.
+        batch: requests at most.
+        state: dtype of the states.
+        act: dtype of activations.
+    """
+
+    kind: str
+    rule: str
+    max_draft: int | None = None
+    batch: int = 4
+    state: torch.dtype = torch.float32
+    act: torch.dtype = torch.float32
+    tolerance: float = 2e-4
+    options: dict[str, Any] = field(default_factory=dict)
+    requests: dict[int, Request] = field(default_factory=dict)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        from tensorrt_llm._torch.speculative.mtp import MTPDecodingConfig, MTPEagleWorker
+        from tensorrt_llm.mapping import Mapping
+
+        self.generator = torch.Generator().manual_seed(7)
+        self.mapping = self.options.pop("mapping", Mapping())
+        self.spec = self.options.pop("spec_config", None)
+        if self.max_draft is not None and self.spec is None:
+            self.spec = MTPDecodingConfig(self.max_draft)
+        self.worker = MTPEagleWorker()
+        self.layers = [self._layer(index) for index, recurrent in enumerate(MASK) if recurrent]
+        self.manager = self._manager()
+        self.next_id = 10
+        self.metadata: Any = None
+
+    def _manager(self) -> Any:
+        from tensorrt_llm._torch.pyexecutor import mamba_cache_manager as managers
+
+        cls = {
+            "python": managers.MixedMambaHybridCacheManager,
+            "cpp": managers.CppMambaHybridCacheManager,
+            "v2": managers.MambaHybridCacheManagerV2,
+        }[self.kind]
+        model = {"mamba2": "nemotron_hybrid", "gdn": "qwen3_next"}[self.rule]
+        kind = {"model_type": model}
+        if self.kind == "v2":
+            kind = {"conv_state_layout": {"mamba2": "x_b_c", "gdn": "q_k_v"}[self.rule]}
+        sizes = {
+            "num_layers": 1, "layer_mask": [not recurrent for recurrent in MASK], "num_kv_heads": 1,
+            "head_dim": 8, "tokens_per_block": 32, "max_seq_len": 512, "max_batch_size": self.batch,
+            "mapping": self.mapping, "spec_config": self.spec,
+            "use_replay_state_update": self.spec is not None,
+        }  # fmt: skip
+        return cls(
+            N, WIDTH, H, G, P, sum(MASK), MASK, self.act, self.state, None, None,
+            **{**sizes, **kind, **self.options},
+        )  # fmt: skip
+
+    def _layer(self, index: int) -> Any:
+        from tensorrt_llm._torch.modules.mamba.gdn_mixer import Qwen3NextGatedDeltaNet
+        from tensorrt_llm._torch.modules.mamba.mamba2_mixer import Mamba2Mixer
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=self.generator)
+
+        if self.rule == "mamba2":
+            layer = Mamba2Mixer(
+                d_model=8, d_state=N, d_conv=WIDTH, nheads=H, n_groups=G, head_dim=P, chunk_size=16,
+                layer_idx=index, dtype=self.act, config=SimpleNamespace(mapping=self.mapping),
+            )  # fmt: skip
+            values = {"A": -torch.linspace(0.2, 2.0, H), "D": random(H), "dt_bias": random(H)}
+        else:
+            config = SimpleNamespace(
+                linear_num_key_heads=G, linear_num_value_heads=H, linear_key_head_dim=N,
+                linear_value_head_dim=P, linear_conv_kernel_dim=WIDTH, torch_dtype=self.act,
+            )  # fmt: skip
+            model = SimpleNamespace(pretrained_config=config, mapping=self.mapping)
+            layer = Qwen3NextGatedDeltaNet(model, None, index)
+            values = {"A_log": torch.linspace(-1.0, 1.0, H), "dt_bias": random(H)}
+        for name, value in values.items():
+            getattr(layer, name).data = value
+        layer.conv1d.weight.data = random(*layer.conv1d.weight.shape).to(self.act)
+        if self.rule == "mamba2":
+            layer.post_load_weights()
+        return layer
+
+    # Oracle.
+
+    @property
+    def conv_dim(self) -> int:
+        return H * P + 2 * G * N
+
+    @property
+    def width(self) -> int:
+        return H * P + self.conv_dim + H if self.rule == "mamba2" else self.conv_dim + 2 * H
+
+    def truth(self, number: int, before: Truth, row: torch.Tensor) -> tuple[Truth, torch.Tensor]:
+        """State and output after one token with the projections `row`."""
+        layer, row = self.layers[number], row.double()
+        raw = row[H * P : H * P + self.conv_dim] if self.rule == "mamba2" else row[: self.conv_dim]
+        window = torch.cat([before.window, raw[:, None]], 1)
+        mixed = F.silu((window * layer.conv1d.weight.double()).sum(1)).to(self.act).double()
+        if self.rule == "mamba2":
+            x, B, C = mixed.split([H * P, G * N, G * N])
+            dt = oracle.softplus(row[-H:] + layer.dt_bias.double())
+            token = {
+                "x": x.view(H, P), "dt": dt, "B": B.view(G, N), "C": C.view(G, N), "A": layer.A, "D": layer.D
+            }  # fmt: skip
+        else:
+            q, k, v = mixed.split([G * N, G * N, H * P])
+            b, a = row[self.conv_dim :].split([H, H])
+            g = -layer.A_log.double().exp() * oracle.softplus(a + layer.dt_bias.double())
+            token = {
+                "q": q.view(G, N), "k": k.view(G, N), "v": v.view(H, P), "g": g, "beta": b.sigmoid()
+            }  # fmt: skip
+        S, y = oracle.TOKEN[self.rule](before.S, token)
+        return Truth(S, window[:, 1:]), y.flatten()
+
+    # Requests.
+
+    def start(self) -> Request:
+        """A request that has seen nothing."""
+        from tensorrt_llm._torch.pyexecutor.scheduler import LlmRequest
+
+        truths = [
+            Truth(torch.zeros(H, P, N).double(), torch.zeros(self.conv_dim, WIDTH - 1).double())
+            for _ in self.layers
+        ]
+        request = Request(LlmRequest(self.next_id), truths)
+        self.requests[self.next_id] = request
+        self.next_id += 1
+        return request
+
+    def finish(self, request: Request) -> None:
+        self.manager.free_resources(request.llm)
+        del self.requests[request.llm.py_request_id]
+
+    def slot(self, request: Request) -> int:
+        manager = getattr(self.manager, "_impl", self.manager)
+        slots = getattr(manager, "_request_id_to_state_index", None) or manager.mamba_cache_index
+        return int(slots[request.llm.py_request_id])
+
+    def states(self) -> list[torch.Tensor]:
+        if self.kind == "python":
+            return list(self.manager._impl.mamba_cache.temporal)
+        return list(self.manager.all_ssm_states)
+
+    def windows(self) -> list[torch.Tensor]:
+        if self.kind == "python":
+            return list(self.manager._impl.mamba_cache.conv)
+        return list(self.manager.all_conv_states)
+
+    # Steps.
+
+    def step(
+        self,
+        prompts: list[tuple[Request, int]] | None = None,
+        decodes: list[Request] | None = None,
+        tokens: int = 1,
+        accepted: list[int] | None = None,
+        pads: int = 0,
+    ) -> list[torch.Tensor]:
+        """One forward pass; outputs of each layer.
+
+        Args:
+            prompts: requests with the number of their prompt's tokens in this chunk.
+            decodes: requests that decode.
+            tokens: T of each of them, with speculation.
+            accepted: how many of them each accepts; all by default.
+            pads: rows of padding up to a CUDA graph's batch.
+        """
+        from tensorrt_llm._torch.attention_backend.interface import AttentionMetadata
+        from tensorrt_llm._torch.pyexecutor.cuda_graph_runner import CUDA_GRAPH_DUMMY_REQUEST_ID
+        from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
+        from tensorrt_llm._torch.speculative.mtp import SpecMetadata
+
+        prompts, decodes = prompts or [], decodes or []
+        rows = [(request, count) for request, count in prompts] + [(request, tokens) for request in decodes]
+        self.manager.prepare_resources(
+            ScheduledRequests([request.llm for request, _ in prompts], [request.llm for request in decodes])
+        )
+        ids = [request.llm.py_request_id for request, _ in rows]
+        if pads:
+            padding = CUDA_GRAPH_DUMMY_REQUEST_ID - (tokens - 1)
+            self.manager.add_dummy_requests([padding])
+            ids += [padding] * pads
+        lens = [count for _, count in rows] + [tokens] * pads
+        cached = [request.tokens for request, _ in rows] + [1] * pads
+        batch = AttentionMetadata(
+            kv_cache_manager=self.manager,
+            request_ids=ids,
+            seq_lens=torch.tensor(lens, dtype=torch.int64),
+            num_contexts=len(prompts),
+            kv_cache_params=SimpleNamespace(num_cached_tokens_per_seq=cached),
+            mamba_metadata=self.metadata,
+            max_num_requests=self.batch + 4,
+        )
+        batch.prepare()
+        self.metadata = batch.mamba_metadata
+        spec = None if self.spec is None else SpecMetadata(tokens - 1, self.spec.max_draft_len)
+        kept = accepted or [tokens] * len(decodes)
+        after: list[list[Truth]] = [[] for _ in rows]
+        self.outputs = [
+            self._run(number, batch, spec, rows, kept, after) for number in range(len(self.layers))
+        ]
+        if spec is not None:
+            everyone = torch.tensor(kept + [1] * pads, dtype=torch.int32)
+            self.worker.forward(everyone, batch, spec)
+        for row, (request, count) in enumerate(rows):
+            request.truths = after[row]
+            request.tokens += count if row < len(prompts) else kept[row - len(prompts)]
+        return self.outputs
+
+    def _run(
+        self,
+        number: int,
+        batch: Any,
+        spec: Any,
+        rows: list[tuple[Request, int]],
+        kept: list[int],
+        after: list[list[Truth]],
+    ) -> torch.Tensor:
+        hidden = torch.randn(batch.num_tokens, self.width, generator=self.generator).to(self.act)
+        real = sum(count for _, count in rows)
+        hidden[real:] = float("nan")
+        out = self.layers[number](hidden, batch, batch.mamba_metadata, spec)
+        first = 0
+        for row, (request, count) in enumerate(rows):
+            now = request.truths[number]
+            keep = count if row < batch.num_contexts else kept[row - batch.num_contexts]
+            for token in range(count):
+                now, y = self.truth(number, now, hidden[first + token])
+                error = (out[first + token].double() - y).abs().max()
+                bound = self.tolerance * (1 + y.abs().max())
+                assert error <= bound, f"layer {number}, row {row}, token {token}: {error:.2e} > {bound:.2e}"
+                if token + 1 == keep:
+                    kept_truth = now
+            after[row].append(kept_truth)
+            first += count
+        return out

@@ -1,0 +1,34 @@
+"""Where the interface double lies, and the same with its modules where generation g4 has them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+DOUBLE = Path(__file__).with_name("double")
+"""Folder with the package `tensorrt_llm` of generation g3."""
+
+MOVED = {
+    "_torch.pyexecutor.mamba_cache_manager": "_torch.pyexecutor.kv_cache.mamba_cache_manager",
+    "_torch.pyexecutor.kv_cache_manager_v2": "_torch.pyexecutor.kv_cache.kv_cache_manager_v2",
+    "_torch.attention_backend.interface": "_torch.attention.backends.interface",
+}
+
+
+def copy(folder: Path) -> Path:
+    """A copy of the double to mutate; the folder of its package."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(DOUBLE / "tensorrt_llm", folder / "tensorrt_llm", ignore=ignore))
+
+
+def move(root: Path) -> None:
+    """Move the modules that g4 moved."""
+    for old, new in MOVED.items():
+        source, target = (root.joinpath(*name.split(".")).with_suffix(".py") for name in (old, new))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.rename(target)
+    for file in root.rglob("*.py"):
+        text = file.read_text()
+        for old, new in MOVED.items():
+            text = text.replace(f"tensorrt_llm.{old}", f"tensorrt_llm.{new}")
+        file.write_text(text)

@@ -1,0 +1,238 @@
+"""L27. The drift checker passes on the interface double and fails on each single mutation of it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from replayssm.adapters.trtllm.contract import OWN, Attributes, Call, Function, Name, Target
+from replayssm.adapters.trtllm.doctor import examine
+from replayssm.adapters.trtllm.drift import differences, find, generation
+from replayssm.adapters.trtllm.source import Source
+from tests.adapters.trtllm.generations import DOUBLE, copy, move
+
+SOURCE = Source(DOUBLE / "tensorrt_llm")
+
+
+class Mutation(NamedTuple):
+    """One change of the double that the adapter could not work with."""
+
+    target: Target
+    what: str
+    apply: Callable[[ast.Module], None]
+
+
+def body(tree: ast.Module, name: str) -> list[ast.AST]:
+    """The function, the method or the class of a dotted name; a class comes with its bases in the module."""
+    found: list[ast.AST] = [tree]
+    for part in name.split("."):
+        inside = [node for each in found for node in getattr(each, "body", [])]
+        named = [node for node in inside if getattr(node, "name", None) == part]
+        bases = [
+            base.id for node in named if isinstance(node, ast.ClassDef) for base in node.bases
+            if isinstance(base, ast.Name)
+        ]  # fmt: skip
+        found = named + [node for node in tree.body if getattr(node, "name", None) in bases]
+    return found
+
+
+def rename(tree: ast.Module, owner: str, name: str) -> None:
+    """Rename what a module or class defines, imports, assigns or declares as `name`."""
+    for root in body(tree, owner) if owner else [tree]:
+        for node in ast.walk(root):
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                node.name = f"{name}_of_old"
+            elif isinstance(node, ast.alias) and (node.asname or node.name) == name:
+                node.asname = f"{name}_of_old"
+            elif isinstance(node, ast.Attribute) and node.attr == name:
+                node.attr = f"{name}_of_old"
+            elif isinstance(node, ast.Name) and node.id == name:
+                node.id = f"{name}_of_old"
+
+
+def rename_parameter(tree: ast.Module, function: str, name: str) -> None:
+    for node in body(tree, function)[:1]:
+        assert isinstance(node, ast.FunctionDef)
+        for argument in (*node.args.args, *node.args.kwonlyargs):
+            if argument.arg == name:
+                argument.arg = f"{name}_of_old"
+
+
+def reverse_parameters(tree: ast.Module, function: str) -> None:
+    for node in body(tree, function)[:1]:
+        assert isinstance(node, ast.FunctionDef)
+        first = int(node.args.args[0].arg == "self")
+        node.args.args[first:] = node.args.args[first:][::-1]
+
+
+def calls(tree: ast.Module, target: Call) -> list[ast.Call]:
+    return [
+        node for root in body(tree, target.inside)[:1] for node in ast.walk(root)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == target.callee
+    ]  # fmt: skip
+
+
+def uncall(tree: ast.Module, target: Call) -> None:
+    for node in calls(tree, target):
+        node.func = ast.Name("another")
+
+
+def one_more(tree: ast.Module, target: Call) -> None:
+    calls(tree, target)[0].args.append(ast.Constant(0))
+
+
+def rename_keyword(tree: ast.Module, target: Call, name: str) -> None:
+    for keyword in calls(tree, target)[0].keywords:
+        if keyword.arg == name:
+            keyword.arg = f"{name}_of_old"
+
+
+def mutations(target: Target) -> Iterator[Mutation]:
+    match target:
+        case Function():
+            owner, _, name = target.name.rpartition(".")
+            yield Mutation(target, "gone", lambda tree: rename(tree, owner, name))
+            for used in target.uses:
+                yield Mutation(
+                    target, f"no {used}", lambda tree, used=used: rename_parameter(tree, target.name, used)
+                )
+            if len([name for name in target.uses if name != "self"]) > 1 and "__init__" not in target.name:
+                yield Mutation(target, "reversed", lambda tree: reverse_parameters(tree, target.name))
+        case Name():
+            yield Mutation(target, "gone", lambda tree: rename(tree, "", target.name))
+        case Attributes():
+            for name in target.names:
+                yield Mutation(target, f"no {name}", lambda tree, name=name: rename(tree, target.owner, name))
+        case Call():
+            yield Mutation(target, "not called", lambda tree: uncall(tree, target))
+            yield Mutation(target, "one more argument", lambda tree: one_more(tree, target))
+            module = find(SOURCE, target.modules)
+            assert module is not None
+            if not module.calls(target.inside, target.callee)[0].open:
+                for name in target.keywords:
+                    yield Mutation(
+                        target, f"no {name}", lambda tree, name=name: rename_keyword(tree, target, name)
+                    )
+
+
+def label(mutation: Mutation) -> str:
+    target = mutation.target
+    match target:
+        case Function() | Name():
+            return f"{target.name}: {mutation.what}"
+        case Attributes():
+            return f"{target.owner}: {mutation.what}"
+        case Call():
+            return f"{target.inside} calls {target.callee}: {mutation.what}"
+
+
+def mattering(root: Path) -> list[str]:
+    return [each.where for each in differences(Source(root), OWN) if each.matters]
+
+
+def test_the_double_fits() -> None:
+    assert list(differences(SOURCE, OWN)) == []
+    found = generation(SOURCE)
+    assert found is not None
+    assert found.name == "g3"
+
+
+def test_the_double_fits_where_modules_have_moved(tmp_path: Path) -> None:
+    root = copy(tmp_path)
+    move(root)
+    found = generation(Source(root))
+    assert found is not None
+    assert (found.name, found.refused) == ("g4", "")
+    assert list(differences(Source(root), found.targets)) == []
+
+
+@pytest.mark.parametrize("mutation", [each for target in OWN for each in mutations(target)], ids=label)
+def test_each_single_mutation_is_found(mutation: Mutation, tmp_path: Path) -> None:
+    root = copy(tmp_path)
+    module = find(SOURCE, mutation.target.modules)
+    assert module is not None
+    file = root.joinpath(*module.name.split(".")).with_suffix(".py")
+    if not file.is_file():
+        file = file.with_suffix("") / "__init__.py"
+    tree = ast.parse(file.read_text())
+    before = ast.unparse(tree)
+    mutation.apply(tree)
+    assert ast.unparse(tree) != before, "the mutation changes something"
+    file.write_text(ast.unparse(ast.fix_missing_locations(tree)))
+    assert mattering(root)
+
+
+@pytest.mark.parametrize("module", sorted({target.modules[-1] for target in OWN}))
+def test_a_module_that_is_gone_is_found(module: str, tmp_path: Path) -> None:
+    root = copy(tmp_path)
+    root.joinpath(*module.split(".")).with_suffix(".py").unlink()
+    assert any(module in where for where in mattering(root))
+
+
+def test_what_does_not_matter_is_reported_and_no_failure(tmp_path: Path) -> None:
+    root = copy(tmp_path)
+    file = root / "_torch/modules/mamba/mamba2_mixer.py"
+    file.write_text(file.read_text().replace("lora_params=None,", "lora_params=None, extra=None,"))
+    found = [each for each in examine(tmp_path) if "Mamba2Mixer.forward" in each.what]
+    assert [(each.fine, "lora_params, extra" in each.detail) for each in found] == [(True, True)]
+    assert all(each.fine for each in examine(tmp_path))
+
+
+MANAGERS = "_torch/pyexecutor/mamba_cache_manager.py"
+OLDER = {
+    "g0": {
+        MANAGERS: "class MambaCacheManager:\n"
+        "    def __init__(self, d_state, d_conv, num_heads, n_groups, head_dim, num_layers, max_batch_size,"
+        " mapping, dtype, ssm_cache_dtype, layer_mask=None):\n"
+        "        self.conv_states = self.ssm_states = self.state_indices = None\n"
+        "    def get_state_indices(self): ...\n",
+        "_torch/modules/mamba/mamba2_mixer.py": "from .selective_state_update import selective_state_update\n"
+        "class Mamba2Mixer:\n"
+        "    def forward(self, hidden_states, attn_metadata, mamba_metadata): ...\n",
+        "_torch/models/modeling_qwen3_next.py": "from x import fused_sigmoid_gating_delta_rule_update\n",
+        "_torch/pyexecutor/_util.py": "def get_kv_cache_manager_cls(model_config): ...\n",
+    },
+    "g1": {MANAGERS: "class PythonMambaCacheManager: ...\n"},
+    "g2": {MANAGERS: "class ReplayStateUpdateMetadata: ...\n"},
+    "g5": {"_torch/modules/mamba/cache_manager.py": "class NemotronHybridCacheManagerV2: ...\n"},
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_other_generations_are_told_apart_and_refused(name: str, tmp_path: Path) -> None:
+    for file, text in OLDER[name].items():
+        path = tmp_path / "tensorrt_llm" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = {each.what: each for each in examine(tmp_path)}
+    assert not found["generation"].fine
+    assert found["generation"].detail.startswith(f"{name}, seen in")
+    assert "expected 1.4.0 release candidates, 1.3.0rc20 to rc27" in found["generation"].detail
+    if name == "g0":
+        assert found["contract"].fine
+    if name == "g2":
+        assert not found["_torch.modules.mamba.mamba2_mixer"].fine
+
+
+def test_a_package_without_recurrent_states_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tensorrt_llm/_torch").mkdir(parents=True)
+    *_, last = examine(tmp_path)
+    assert not last.fine
+    assert "none of g0 (1.2), g1" in last.detail
+
+
+def test_a_folder_without_the_package_is_refused(tmp_path: Path) -> None:
+    (found,) = examine(tmp_path)
+    assert not found.fine
+    assert "--source names the folder of an unpacked wheel" in found.detail
+
+
+def test_nothing_of_the_package_is_imported(tmp_path: Path) -> None:
+    root = copy(tmp_path)
+    for file in root.rglob("*.py"):
+        file.write_text(file.read_text() + "\nraise SystemExit('imported')\n")
+    assert all(each.fine for each in examine(root))

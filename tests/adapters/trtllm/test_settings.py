@@ -1,0 +1,66 @@
+"""The adapter's file: what it may hold, and one clear error for everything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from replayssm.adapters.trtllm.settings import ENV_CONFIG, TEMPLATE, Settings, load
+from replayssm.core.config import ConfigError
+
+
+def loaded(tmp_path: Path, text: str, **env: str) -> Settings:
+    path = tmp_path / "adapter.yaml"
+    path.write_text(text)
+    return load({ENV_CONFIG: str(path), **env})
+
+
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    assert loaded(tmp_path, "") == Settings(16, "auto", None, None)
+
+
+def test_the_template_is_the_defaults(tmp_path: Path) -> None:
+    text = TEMPLATE.format(variable=ENV_CONFIG)
+    assert loaded(tmp_path, text) == Settings(16, "auto", None, None)
+    given = text.replace("# precision:", "precision:").replace("# max_draft:", "max_draft:")
+    assert loaded(tmp_path, given) == Settings(16, "auto", "fp32", 4)
+
+
+def test_every_key(tmp_path: Path) -> None:
+    text = "mode: own\nwindow: 24\nbackend: torch\nprecision: bf16\nmax_draft: 5\n"
+    assert loaded(tmp_path, text) == Settings(24, "torch", "bf16", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "windw: 8",
+            r"unknown key 'windw' in .*adapter.yaml \(did you mean 'window'\?\): expected one of mode",
+        ),
+        ("kv_cache_config: {}", "The engine's own settings belong in its own file"),
+        ("mode: borrow", "mode: expected own, got 'borrow'; this release does not have borrow yet"),
+        ("mode: lend", "mode: expected own, got 'lend'$"),
+        ("window: wide", "adapter.yaml: window: .* got 'wide'"),
+        ("window: 4\nmax_draft: 8", "may accept up to 8 tokens but the window is L=4"),
+        ("precision: {read: fp16, recurrence: fp16, rounding: stochastic}", "expected rounding 'nearest'"),
+        ("- own", "expected lines 'name: value', got a list"),
+        ("mode: [", "is not valid YAML"),
+    ],
+)
+def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loaded(tmp_path, text)
+
+
+def test_without_a_file() -> None:
+    with pytest.raises(ConfigError, match=r"TRTLLM_REPLAYSSM_CONFIG is not set: .*mpirun, Ray"):
+        load({})
+    with pytest.raises(ConfigError, match="cannot read /nowhere: No such file"):
+        load({ENV_CONFIG: "/nowhere"})
+
+
+def test_variables_that_workers_would_not_get_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"REPLAYSSM_WINDOW does not reach .*write 'window: 8' into"):
+        loaded(tmp_path, "", REPLAYSSM_WINDOW="8")

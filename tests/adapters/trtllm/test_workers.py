@@ -1,0 +1,158 @@
+"""From the command line to a worker process: the folder, the file, and a model's class that carries both."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from replayssm.adapters.trtllm.settings import ENV_CONFIG, Settings, read
+from replayssm.cli.main import app
+from tests.adapters.trtllm.generations import DOUBLE
+
+LAUNCH = """
+import importlib, pickle, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+sys.path.insert(0, str(folder.parent))
+importlib.import_module(folder.name)
+from tensorrt_llm._torch.models.modeling_utils import MODEL_CLASS_MAPPING
+sys.stdout.buffer.write(pickle.dumps(MODEL_CLASS_MAPPING))
+"""
+# As an MPI worker: its path and TRTLLM variables are the launcher's, and it unpickles the models' classes.
+WORK = """
+import pickle, sys
+mapping = pickle.load(sys.stdin.buffer)
+from tensorrt_llm._torch.pyexecutor.mamba_cache_manager import CppMambaHybridCacheManager as Manager
+print(hasattr(Manager.__init__, "_replayssm_original"), *sorted(cls.__module__ for cls in mapping.values()))
+"""
+
+
+def replayssm(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["trtllm", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def run(
+    script: str, *arguments: str, stdin: bytes = b"", **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    path = os.pathsep.join([str(DOUBLE), *(each for each in sys.path if each)])
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TRTLLM")}
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        input=stdin,
+        capture_output=True,
+        check=False,
+        env={**own, "PYTHONPATH": path, **environment},
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "adapter.yaml"
+    path.write_text("window: 8\nbackend: torch\n")
+    return str(path)
+
+
+def module_dir() -> str:
+    status, output = replayssm("module-dir")
+    assert status == 0
+    return output.strip()
+
+
+def test_the_folder_puts_one_name_on_the_path() -> None:
+    """Its parent goes on the engine's path: nothing there may hide a package of that name."""
+    folder = Path(module_dir())
+    assert folder.name == "replayssm_trtllm"
+    importable = {
+        path.name
+        for path in folder.parent.iterdir()
+        if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__")
+    }
+    assert importable == {"__init__.py", "replayssm_trtllm"}
+
+
+def test_workers_are_patched_by_unpickling_the_models(config: str) -> None:
+    launched = run(LAUNCH, module_dir(), **{ENV_CONFIG: config})
+    assert launched.returncode == 0, launched.stderr.decode()
+    worked = run(WORK, stdin=launched.stdout, **{ENV_CONFIG: config})
+    assert worked.returncode == 0, worked.stderr.decode()
+    ours = "replayssm.adapters.trtllm.served_models"
+    assert worked.stdout.decode().split() == ["True", ours, ours]
+    assert b"replayssm: active in TensorRT-LLM g3" in worked.stderr
+
+
+def test_a_worker_without_settings_fails(config: str) -> None:
+    """As under a launcher that does not pass the variable on: never silently without replay."""
+    launched = run(LAUNCH, module_dir(), **{ENV_CONFIG: config})
+    worked = run(WORK, stdin=launched.stdout)
+    assert worked.returncode != 0
+    assert b"TRTLLM_REPLAYSSM_CONFIG is not set" in worked.stderr
+
+
+def test_a_launch_without_settings_fails() -> None:
+    launched = run(LAUNCH, module_dir())
+    assert launched.returncode != 0
+    assert b"`replayssm trtllm init MODEL` writes one" in launched.stderr
+
+
+def test_a_launch_where_no_model_is_known_fails(config: str) -> None:
+    emptied = "import tensorrt_llm._torch.models.modeling_utils as utils\nimport tensorrt_llm._torch.models\n"
+    launched = run(
+        f"{emptied}utils.MODEL_CLASS_MAPPING.clear()\n{LAUNCH}", module_dir(), **{ENV_CONFIG: config}
+    )
+    assert launched.returncode != 0
+    assert b"worker processes would decode without the adapter" in launched.stderr
+
+
+def test_importing_the_adapter_patches_nothing(config: str) -> None:
+    imports = "import replayssm.adapters.trtllm.doctor, replayssm.adapters.trtllm.module_dir, sys\n"
+    result = run(f"{imports}print('tensorrt_llm' in sys.modules)", **{ENV_CONFIG: config})
+    assert result.stdout.split() == [b"False"], result.stderr.decode()
+
+
+@pytest.mark.usefixtures("double")
+def test_classes_are_the_engines_own_under_another_module(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_CONFIG, config)
+    from tensorrt_llm._torch.models.modeling_nemotron_h import NemotronHForCausalLM
+    from tensorrt_llm._torch.models.modeling_utils import MODEL_CLASS_MAPPING
+
+    from replayssm.adapters.trtllm import served_models
+
+    ours = MODEL_CLASS_MAPPING["NemotronHForCausalLM"]
+    assert ours is vars(served_models)["NemotronHForCausalLM"]
+    assert ours.__mro__[1] is NemotronHForCausalLM
+    assert pickle.loads(pickle.dumps(ours)) is ours
+
+
+def test_init_writes_the_file_and_prints_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, output = replayssm("init", "nvidia/a model")
+    assert status == 0
+    assert read(tmp_path / "adapter.yaml") == Settings(16, "auto", None, None)
+    assert shlex.split(output) == [
+        f"{ENV_CONFIG}={tmp_path / 'adapter.yaml'}",
+        "trtllm-serve",
+        "nvidia/a model",
+        "--custom_module_dirs",
+        module_dir(),
+    ]
+
+
+def test_init_overwrites_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "mine.yaml"
+    target.write_text("window: 4")
+    status, output = replayssm("init", "model", "--output", target)
+    assert (status, target.read_text()) == (2, "window: 4")
+    assert "exists: move it away" in output
+    status, output = replayssm("init", "model", "--output", tmp_path / "none" / "adapter.yaml")
+    assert status == 2
+    assert "No such file or directory; name another" in output
