@@ -81,8 +81,9 @@ class Rings:
         rings = (tensor for layer in self.rings for tensor in layer.values())
         return sum(x.nbytes for x in (*rings, self.cursors.start, self.cursors.history, self.rows))
 
-    # Requests, on the host.
+    # Requests, on the host. The engine may have made the tensors in inference mode, and calls outside of it.
 
+    @torch.inference_mode()
     def begin(self, prompts: Iterable[int], decoding: Sequence[int], slots: Mapping[int, int]) -> None:
         """A batch was scheduled: requests that decode for the first time get an empty ring.
 
@@ -117,6 +118,7 @@ class Rings:
         if ring is not None:
             self._free.append(ring)
 
+    @torch.inference_mode()
     def retire(self, slots: Mapping[int, int]) -> None:
         """Make the states of requests current and give their rings back; they may decode again later.
 
@@ -131,6 +133,7 @@ class Rings:
         for request in held:
             self.leave(request)
 
+    @torch.inference_mode()
     def place(self, requests: Sequence[int], without: Sequence[bool]) -> None:
         """Write the ring of each row of the coming step.
 

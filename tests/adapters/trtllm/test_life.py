@@ -9,6 +9,7 @@ import torch
 
 from replayssm.adapters.trtllm.activation import install
 from replayssm.adapters.trtllm.refusals import Incompatible
+from replayssm.adapters.trtllm.served import rings_of
 from replayssm.adapters.trtllm.settings import Settings
 from replayssm.core import rows
 from tests.adapters.trtllm.engine import KINDS, RULES, Request, Server
@@ -286,9 +287,49 @@ def test_a_tree_that_comes_all_the_same_is_an_error(kind: str) -> None:
 
 
 def test_shut_down_lets_the_pool_go() -> None:
-    from replayssm.adapters.trtllm.served import rings_of
-
     for kind in KINDS:
         server, _ = serve(kind, "gdn")
         server.manager.shutdown()
         assert rings_of(server.manager) is None
+
+
+@pytest.mark.parametrize("max_draft", [None, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_that_the_engine_allocates(kind: str, max_draft: int | None) -> None:
+    """Under torch.compile a custom operation hands `forward_core` what it writes to, whatever the batch."""
+    server, _ = serve(kind, "gdn", max_draft)
+    for layer in server.layers:
+
+        def forward(hidden: torch.Tensor, batch: Any, metadata: Any, spec: Any, layer: Any = layer) -> Any:
+            heads = layer.num_v_heads_per_tp
+            mixed, b, a = hidden.split([layer.conv_dim_per_tp, heads, heads], -1)
+            output = torch.full((1, len(hidden), heads, layer.head_v_dim), float("nan"))
+            layer.forward_core(mixed, a, b, batch, metadata, spec_metadata=spec, output=output)
+            return output.reshape(len(hidden), -1)
+
+        layer.forward = forward
+    tokens = 1 if max_draft is None else 3
+    requests = decoding(server, 2, steps=2)
+    server.step(decodes=requests, tokens=tokens, accepted=[1, tokens])
+    late = server.start()
+    server.step([(late, 3)], requests, tokens, [tokens, 1])
+    server.step(decodes=[late, *requests], tokens=tokens)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_made_in_inference_mode(kind: str, rule: str) -> None:
+    """The engine makes them there, and prepares its batches outside."""
+    install(Settings(WINDOW, "torch", None, None))
+    with torch.inference_mode():
+        server = Server(kind, rule)
+        requests = [server.start() for _ in range(2)]
+        server.step([(request, 3) for request in requests])
+    rings = rings_of(server.manager)
+    assert rings is not None
+    ids = [request.llm.py_request_id for request in requests]
+    slots = {each: server.slot(request) for each, request in zip(ids, requests, strict=True)}
+    rings.begin([], ids, slots)
+    rings.place(ids, [False, False])
+    rings.retire(slots)
+    assert not rings._ring_of

@@ -167,7 +167,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
                     intermediate_states_buffer=intermediate_ssm_states[:num_decodes],
                     scale=self.head_k_dim**-0.5,
                     use_qk_l2norm_in_kernel=True,
-                    output=None,
+                    output=None if output is None else output.view(query.shape[:2] + value.shape[2:]),
                 )
             else:
                 out = self._snapshot_verify(
@@ -240,6 +240,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
                 cu_seqlens=kwargs["query_start_loc_long"][: num_prefill + 1],
                 head_first=False,
                 use_qk_l2norm_in_kernel=False,
+                output=None if output is None else output[:, :tokens_p],
             )
             ssm_states[slots_p.long()] = states.to(ssm_states.dtype)
             mixed_d = self._convolve_drafts(
@@ -263,12 +264,14 @@ class Qwen3NextGatedDeltaNet(nn.Module):
                     intermediate_states_buffer=intermediate_ssm_states[:num_decodes],
                     scale=self.head_k_dim**-0.5,
                     use_qk_l2norm_in_kernel=True,
-                    output=None,
+                    output=None if output is None else output[:, tokens_p:].view(value_d.shape),
                 )
             else:
                 out_d = self._snapshot_verify(
                     query_d, key_d, value_d, a_d, b_d, ssm_states, slots_d, intermediate_ssm_states
                 )
+            if output is not None:
+                return output
             return torch.cat([out_p, out_d.flatten(0, 1)[None]], dim=1)
         if num_decodes > 0:
             mixed_d = causal_conv1d_update(
