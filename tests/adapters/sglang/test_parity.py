@@ -12,46 +12,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from replayssm import kernels
 from replayssm.core import LayerBuffers, ReplayCache, RingLayout
+from tests.adapters.scans import delta_call, mamba2_call
 from tests.adapters.sglang.engine import RULES, Inputs
 from tests.adapters.sglang.test_decode import WINDOW, start
 
 
-def gdn(
-    query: Any, key: Any, value: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool = True
-) -> None: ...
-def mamba2(
-    hidden_states: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any,
-    dt_bias: Any,
-    dt_softplus: bool,
-    dt_limit: Any,
-) -> None: ...
-
-
 def call(rule: str, tokens: Inputs, weights: Inputs) -> Any:
     """The translation by the transformers adapter of one token of each sequence."""
-    from replayssm.adapters.transformers.scan_call import DeltaCall, Mamba2Call
-
     one = {name: value[:, None] for name, value in tokens.items()}
     if rule == "mamba2":
-        return Mamba2Call(
-            mamba2, nn.Module(), one["x"], one["dt"], weights["A"], one["B"], one["C"], D=weights["D"],
-            dt_bias=weights["dt_bias"], dt_softplus=True, dt_limit=(0.0, float("inf")),
-        )  # fmt: skip
+        return mamba2_call(
+            one["x"], one["dt"], weights["A"], one["B"], one["C"], weights["D"], weights["dt_bias"]
+        )
     rate = -weights["A_log"].exp()
     bias = weights["dt_bias"]
     if rule == "kda":
         rate, bias = rate[:, None], bias.view_as(one["a"][0, 0])
     g = rate * F.softplus(one["a"] + bias)
-    return DeltaCall(gdn, nn.Module(), one["q"], one["k"], one["v"], g, one["b"].sigmoid())
+    return delta_call(one["q"], one["k"], one["v"], g, one["b"].sigmoid())
 
 
 @pytest.mark.parametrize("rule", RULES)

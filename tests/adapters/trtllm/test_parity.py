@@ -11,48 +11,29 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from replayssm import kernels
 from replayssm.core import LayerBuffers, ReplayCache
+from tests.adapters.scans import delta_call, mamba2_call
 from tests.adapters.trtllm.engine import KINDS, RULES, G, H, N, P, Server
 from tests.adapters.trtllm.test_own import WINDOW, serve
 
 pytestmark = pytest.mark.usefixtures("double")
 
 
-def gdn(
-    query: Any, key: Any, value: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool = True
-) -> None: ...
-def mamba2(
-    hidden_states: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any,
-    dt_bias: Any,
-    dt_softplus: bool,
-    dt_limit: Any,
-) -> None: ...
-
-
 def call(rule: str, layer: Any, mixed: torch.Tensor, hidden: torch.Tensor) -> Any:
     """The translation by the transformers adapter; `mixed` `[n, T, conv_dim]` is behind the convolution."""
-    from replayssm.adapters.transformers.scan_call import DeltaCall, Mamba2Call
-
     if rule == "mamba2":
         x, B, C = mixed.split([H * P, G * N, G * N], -1)
-        return Mamba2Call(
-            mamba2, nn.Module(), x.unflatten(-1, (H, P)), hidden[..., -H:], layer.A, B.unflatten(-1, (G, N)),
-            C.unflatten(-1, (G, N)), D=layer.D, dt_bias=layer.dt_bias, dt_softplus=True,
-            dt_limit=(0.0, float("inf")),
+        return mamba2_call(
+            x.unflatten(-1, (H, P)), hidden[..., -H:], layer.A, B.unflatten(-1, (G, N)),
+            C.unflatten(-1, (G, N)), layer.D, layer.dt_bias,
         )  # fmt: skip
     q, k, v = mixed.split([G * N, G * N, H * P], -1)
     b, a = (x.contiguous() for x in hidden[..., -2 * H :].split([H, H], -1))
     g = -layer.A_log.exp() * F.softplus(a + layer.dt_bias)
     heads = (x.unflatten(-1, (-1, dim)) for x, dim in ((q, N), (k, N), (v, P)))
-    return DeltaCall(gdn, nn.Module(), *heads, g, b.sigmoid())
+    return delta_call(*heads, g, b.sigmoid())
 
 
 def watch(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
