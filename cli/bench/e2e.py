@@ -69,7 +69,7 @@ class Run:
 
     Attributes:
         rows: rows of the record.
-        failed: `model`, `mode` and `reason` of engines that ended with an error.
+        failed: `model`, `mode` and `reason` of engines that ended with an error, and of what was not timed.
         gpu: the GPU's name.
         versions: of everything that was used.
     """
@@ -192,7 +192,11 @@ def time_group(
                     continue
                 if order["order"] == "facts":
                     run.gpu, run.versions = answer["gpu"], answer["versions"]
-                elif answer:
+                elif "refused" in answer:
+                    run.failed.append({"model": name, "mode": way, "reason": answer["refused"]})
+                    say(f"{name}, {way}: not timed: {answer['refused']}")
+                    keep()
+                else:
                     run.rows.append({"model": name, "engine": "sglang", "mode": way, **answer})
                     figures = {key: value for key, value in answer.items() if key != "kernels"}
                     say(f"{name}, {way}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))

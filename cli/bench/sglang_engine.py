@@ -2,8 +2,8 @@
 
 Orders are lines of JSON on the standard input: `facts`; `step`, with `batch`, tokens of `input` and `output`
 and `replays`; `prefix`, with tokens of the `prefix` and `replays`; `profile`, with `batch` and tokens of
-`input`. The answer to each is a line of JSON behind `MARK`, empty where the engine does not take so many
-requests; everything else that is printed is its log. It ends with its input.
+`input`. The answer to each is a line of JSON behind `MARK`, `refused` in it where the engine does not take so
+many requests; everything else that is printed is its log. It ends with its input.
 """
 
 from __future__ import annotations
@@ -163,15 +163,17 @@ def main(arguments: list[str], orders: Iterable[str]) -> None:
     for line in orders:
         order = json.loads(line)
         answer: dict[str, Any] = {}
+        if order.get("batch", 0) > most:
+            answer = {"refused": f"batch {order['batch']}: the engine runs at most {most} requests at a time"}
         match order["order"]:
             case "facts":
                 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
                 answer = {"gpu": gpu, "versions": versions()}
-            case "step" if order["batch"] <= most:
+            case "step" if not answer:
                 answer = {**step_times(generate, prompts, order, draft), "max_requests": most}
             case "prefix":
                 answer = {**first_token(generate, prompts, order, draft), "max_requests": most}
-            case "profile" if order["batch"] <= most:
+            case "profile" if not answer:
                 answer = profile(engine, generate, prompts, order, draft)
         print(MARK + json.dumps(answer), flush=True)
     engine.shutdown()

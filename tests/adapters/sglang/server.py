@@ -371,3 +371,25 @@ class Server:
                     found.copy_(after[layer])
 
         self.engine.forward(batch, run)
+
+
+def live(server: Server, choice: str, rng: random.Random, away: list[tuple[Any, Any]]) -> bool:
+    """One event in the requests' lives, where it is possible now; `away` are those that were retracted."""
+    room = len(server.running) + len(away) < 4
+    if choice in ("admit", "mixed") and room:
+        known = rng.choice([[], *server.finished[-3:]])
+        prompt = [*known, *(rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 7)))]
+        decoding = list(server.running) if choice == "mixed" else []
+        server.admit(prompt, chunk=rng.choice([None, 2, 3]), decoding=decoding)
+    elif choice == "finish" and server.running:
+        server.finish(rng.choice(server.running))
+    elif choice == "retract" and server.running:
+        req = rng.choice(server.running)
+        away.append((req, server.retract(req)))
+    elif choice == "resume" and away:
+        server.resume(*away.pop(rng.randrange(len(away))))
+    elif choice == "evict":
+        server.evict(rng.randint(1, 3))
+    else:
+        return False
+    return True

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.adapters.sglang.engine import RULES, Engine, write_model
-from tests.adapters.sglang.server import TOLERANCE, VOCABULARY, Server
+from tests.adapters.sglang.server import TOLERANCE, VOCABULARY, Server, live
 
 WINDOW = 4
 
@@ -132,29 +133,14 @@ def test_retraction_to_the_host(server: Server) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_schedules(server: Server, seed: int) -> None:
     rng = random.Random(seed)
-    away: list[tuple[object, object]] = []
+    away: list[tuple[Any, Any]] = []
     done = {"admit": 0, "mixed": 0, "finish": 0, "retract": 0, "resume": 0, "evict": 0, "step": 0}
     choices = [*["admit", "mixed", "finish"] * 2, "retract", "resume", "evict", *["step"] * 8]
     for _ in range(150):
         choice = rng.choice(choices)
-        room = len(server.running) + len(away) < 4
-        if choice in ("admit", "mixed") and room:
-            known = rng.choice([[], *server.finished[-3:]])
-            prompt = [*known, *(rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 7)))]
-            decoding = list(server.running) if choice == "mixed" else []
-            server.admit(prompt, chunk=rng.choice([None, 2, 3]), decoding=decoding)
-        elif choice == "finish" and server.running:
-            server.finish(rng.choice(server.running))
-        elif choice == "retract" and server.running:
-            req = rng.choice(server.running)
-            away.append((req, server.retract(req)))
-        elif choice == "resume" and away:
-            server.resume(*away.pop(rng.randrange(len(away))))
-        elif choice == "evict":
-            server.evict(rng.randint(1, 3))
-        elif choice == "step" and server.running:
+        if choice == "step" and server.running:
             server.step(rng.sample(server.running, rng.randint(1, len(server.running))), rng.randint(0, 2))
-        else:
+        elif not live(server, choice, rng, away):
             continue
         done[choice] += 1
     assert min(done.values()) > 0

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.adapters.sglang.engine import RULES, Engine, write_model
-from tests.adapters.sglang.server import VOCABULARY, Server
+from tests.adapters.sglang.server import Server, live
 
 WINDOW = 7
 DRAFTS = 4
@@ -105,22 +105,7 @@ def run_schedule(server: Server, seed: int, tree: bool) -> None:
     target = server.engine.slots.mamba_allocator.alloc(1)
     for _ in range(170):
         choice = rng.choice(choices)
-        room = len(server.running) + len(away) < 4
-        if choice in ("admit", "mixed") and room:
-            known = rng.choice([[], *server.finished[-3:]])
-            prompt = [*known, *(rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 7)))]
-            decoding = list(server.running) if choice == "mixed" else []
-            server.admit(prompt, chunk=rng.choice([None, 2, 3]), decoding=decoding)
-        elif choice == "finish" and server.running:
-            server.finish(rng.choice(server.running))
-        elif choice == "retract" and server.running:
-            req = rng.choice(server.running)
-            away.append((req, server.retract(req)))
-        elif choice == "resume" and away:
-            server.resume(*away.pop(rng.randrange(len(away))))
-        elif choice == "evict":
-            server.evict(rng.randint(1, 3))
-        elif choice == "copy" and server.running:
+        if choice == "copy" and server.running:
             req = rng.choice(server.running)
             server.engine.slots.mamba_pool.copy_from(req.kv.mamba_pool_idx.unsqueeze(0), target)
             assert_state(server, int(target), fed(req))
@@ -144,7 +129,7 @@ def run_schedule(server: Server, seed: int, tree: bool) -> None:
                 done["tracked"] = done.get("tracked", 0) + 1
             else:
                 assert torch.equal(server.engine.states[:, target].nan_to_num(), kept)
-        else:
+        elif not live(server, choice, rng, away):
             continue
         done[choice] += 1
     assert min(done.values()) > 0
