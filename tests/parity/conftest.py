@@ -17,7 +17,7 @@ import pytest
 from tests.adapters.trtllm.conftest import double  # noqa: F401
 from tests.parity.stream import Side, Stream
 
-ADAPTERS = ("sglang", "trtllm_python", "trtllm_cpp", "trtllm_v2")
+ADAPTERS = ("sglang", "trtllm_double_python", "trtllm_double_cpp", "trtllm_double_v2")
 
 Start = Callable[[Stream], Side]
 
@@ -65,6 +65,6 @@ def _trtllm(manager: str) -> Any:
     return trtllm
 
 
-trtllm_python = _trtllm("python")
-trtllm_cpp = _trtllm("cpp")
-trtllm_v2 = _trtllm("v2")
+trtllm_double_python = _trtllm("python")
+trtllm_double_cpp = _trtllm("cpp")
+trtllm_double_v2 = _trtllm("v2")
