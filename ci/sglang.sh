@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The SGLang adapter's tests with the real SGLang, on a CPU. Needs the environment that `make` sets up, and
-# makes one beside it that has SGLang's own packages in front. Arguments go to pytest.
+# The SGLang adapter's tests, and those of parity, with the real SGLang, on a CPU. Needs the environment that
+# `make` sets up, and makes one beside it that has SGLang's own packages in front. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +21,7 @@ if ! cmp -s ci/sglang-requirements.txt "$own/.installed"; then
     cp ci/sglang-requirements.txt "$own/.installed"
 fi
 
-echo "== the SGLang adapter's tests, $(sed -n 's/^sglang==/SGLang /p' ci/sglang-requirements.txt)"
+echo "== the SGLang adapter's tests and those of parity, $(sed -n 's/^sglang==/SGLang /p' ci/sglang-requirements.txt)"
 # torchvision has no build for a CPU that fits; see the stand-in.
 PYTHONPATH="$PWD/tests/adapters/sglang/stubs" EXPECT_SGLANG=1 \
-    "$own/bin/python" -m pytest -n 2 tests/adapters/sglang "$@"
+    "$own/bin/python" -m pytest -n 2 tests/adapters/sglang tests/parity "$@"

@@ -1,8 +1,9 @@
 """Shared by all tests: `gpu` tests skip without a GPU, Triton interprets there, property tests ignore the
-clock.
+clock, and the table of the parity tests is printed.
 """
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -24,3 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table from the tests' reports, wherever they ran."""
+    from tests.parity import table
+
+    reports = (report for reports in terminalreporter.stats.values() for report in reports)
+    noted = [dict(getattr(report, "user_properties", ())).get(table.PROPERTY) for report in reports]
+    notes = sorted(note for note in noted if note is not None)
+    if notes:
+        terminalreporter.section("parity of the adapters")
+        for line in table.text(table.table(notes)):
+            terminalreporter.write_line(line)

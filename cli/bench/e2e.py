@@ -1,7 +1,8 @@
 """`replayssm bench e2e`: decode step times of an engine's own server, with replay and without, in one run.
 
-Each way of serving is a process of its own, `sglang_engine`, that starts the engine and times it on request.
-All ways get the same model and the same arguments of the engine, so that only replay differs.
+Each way of serving is a process of its own, `sglang_engine` or `trtllm_engine`, that starts the engine and
+times it on request. All ways get the same model and the same arguments of the engine, so that only replay
+differs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
+from replayssm.adapters.trtllm.settings import ENV_CONFIG
 from replayssm.cli.bench import table
 from replayssm.cli.bench.kernels import numbers, words
 from replayssm.cli.bench.run import bare, heading, write_whole
@@ -27,12 +29,16 @@ from replayssm.cli.errors import CommandError
 
 PROGRAM = "replayssm bench e2e"
 WAYS = {
-    "off": "SGLang without replay",
-    "stock": "SGLang's own replay decoding",
-    "on": "SGLang with this package's adapter",
+    "off": "the engine without replay",
+    "stock": "the engine's own replay decoding",
+    "on": "the engine with this package's adapter",
 }
 BATCHES = (1, 8, 32, 128, 256, 512)
 FLAGS = ("--enable-linear-replayssm", "--enable-linear-replayssm-spec")
+REPLAY = "--replay"
+"""Of `trtllm_engine`: decode with the adapter."""
+TRTLLM_SWITCHES = ("TRTLLM_USE_MAMBA_REPLAY", "TRTLLM_USE_GDN_REPLAY")
+"""Variables of TensorRT-LLM for its own replay, which needs speculation."""
 LOG_LINES = 15
 """Of an engine's log, printed where it failed."""
 PATIENCE = 60.0
@@ -63,17 +69,69 @@ Start = Callable[[Sequence[str], Mapping[str, str]], Engine]
 """Starts an engine with its command line and further environment."""
 
 
-@dataclass
-class Run:
-    """What is known so far, and the record of topic `e2e-sglang` that it makes.
+@dataclass(frozen=True)
+class Launch:
+    """How an engine is started in one of the ways: command line of its process, and further environment."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+def launch_sglang(model: str, way: str, arguments: Sequence[str]) -> Launch:
+    """SGLang's options, and a flag where it replays."""
+    speculates = any(argument.startswith("--speculative-algo") for argument in arguments)
+    flags = [] if way == "off" else [FLAGS[speculates]]
+    environment = {"REPLAYSSM_SGLANG": "off" if way == "stock" else "on"}
+    return Launch(["--model-path", model, *arguments, *flags], environment)
+
+
+def launch_trtllm(model: str, way: str, arguments: Sequence[str]) -> Launch:
+    """The options of `trtllm_engine`, and the engine's variables for its own replay."""
+    environment = dict.fromkeys(TRTLLM_SWITCHES, "1" if way == "stock" else "0")
+    if way != "on":
+        environment[ENV_CONFIG] = ""
+    return Launch(["--model", model, *arguments, *([REPLAY] if way == "on" else [])], environment)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine that can be timed.
 
     Attributes:
+        launch: its command line, by model, way and the arguments of all ways.
+        ways: by default.
+        own: what only the ways may set.
+    """
+
+    launch: Callable[[str, str, Sequence[str]], Launch]
+    ways: tuple[str, ...]
+    own: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        """The module whose process starts it."""
+        return f"replayssm.cli.bench.{self.launch.__name__.removeprefix('launch_')}_engine"
+
+
+KINDS = {
+    "sglang": Kind(launch_sglang, ("off", "stock", "on"), FLAGS),
+    "trtllm": Kind(launch_trtllm, ("off", "on"), (REPLAY,)),
+}
+
+
+@dataclass
+class Run:
+    """What is known so far, and the record of topic `e2e-sglang` or `e2e-trtllm` that it makes.
+
+    Attributes:
+        engine: which.
         rows: rows of the record.
         failed: `model`, `mode` and `reason` of engines that ended with an error, and of what was not timed.
         gpu: the GPU's name.
         versions: of everything that was used.
     """
 
+    engine: str
     rows: list[Message] = field(default_factory=list)
     failed: list[Message] = field(default_factory=list)
     gpu: str | None = None
@@ -81,7 +139,7 @@ class Run:
 
     def write(self, path: Path, command: str) -> None:
         """Write the record."""
-        content = heading("e2e-sglang", self.gpu, self.versions, command)
+        content = heading(f"e2e-{self.engine}", self.gpu, self.versions, command)
         write_whole(path, {**content, "failed": self.failed, "rows": self.rows})
 
 
@@ -92,10 +150,12 @@ def parser() -> argparse.ArgumentParser:
         description="Time decode steps of an engine with replay and without. Arguments after -- go to the "
         "engine, the same for all ways.",
     )
-    options.add_argument("--engine", choices=("sglang",), default="sglang", help="which engine")
+    options.add_argument("--engine", choices=tuple(KINDS), default="sglang", help="which engine")
     options.add_argument("--model", action="append", required=True, help="model; may be given several times")
     ways = "; ".join(f"{name}: {meaning}" for name, meaning in WAYS.items())
-    options.add_argument("--ways", type=words, default=tuple(WAYS), help=f"of {ways}; all by default")
+    options.add_argument(
+        "--ways", type=words, help=f"of {ways}; by default all for sglang, off and on for trtllm"
+    )
     options.add_argument("--batch", type=numbers, default=BATCHES, help=f"requests; by default {BATCHES}")
     options.add_argument("--input", type=int, default=128, metavar="TOKENS", help="of a prompt")
     options.add_argument(
@@ -131,18 +191,22 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: St
     """
     own, engine = _parted(arguments)
     given = parser().parse_args(own)
+    kind = KINDS[given.engine]
+    given.ways = given.ways or kind.ways
     for way in given.ways:
         if way not in WAYS:
             raise CommandError(f"--ways: unknown way {way!r}, expected some of {', '.join(WAYS)}")
     if min(given.batch, default=0) < 1 or given.output < 2 or given.replays < 1 or given.input < 1:
         raise CommandError("expected batches, prompts and replays of at least 1, and outputs of at least 2")
     for argument in engine:
-        if argument.partition("=")[0] in FLAGS:
+        if argument.partition("=")[0] in kind.own:
             raise CommandError(f"{argument} is set by the way: leave it out, or choose ways with --ways")
+    if given.engine == "trtllm":
+        _check_trtllm(given)
     if given.json is not None and not given.json.parent.is_dir():
         raise CommandError(f"--json: there is no folder {given.json.parent}")
     command = " ".join([PROGRAM, *map(bare, arguments)])
-    run = Run()
+    run = Run(given.engine)
 
     def keep() -> None:
         if given.json is not None:
@@ -150,7 +214,7 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: St
 
     served = [(model, way) for model in given.model for way in given.ways]
     for group in [served] if given.together else [[each] for each in served]:
-        time_group(run, group, given, engine, say, keep, start or Process)
+        time_group(run, group, given, engine, say, keep, start or _starter(kind))
     if not run.rows:
         raise CommandError("no engine gave a figure; the reasons are above")
     say("")
@@ -167,12 +231,10 @@ def time_group(
     start: Start,
 ) -> None:
     """Time engines of models and ways in turn, batch after batch; one that fails leaves the others be."""
-    speculates = any(argument.startswith("--speculative-algo") for argument in arguments)
     engines: dict[tuple[str, str], Engine] = {}
     for model, way in group:
-        flags = [] if way == "off" else [FLAGS[speculates]]
-        environment = {"REPLAYSSM_SGLANG": "off" if way == "stock" else "on"}
-        engines[model, way] = start(["--model-path", model, *arguments, *flags], environment)
+        launch = KINDS[run.engine].launch(model, way, arguments)
+        engines[model, way] = start(launch.arguments, launch.environment)
     tokens = {"input": given.input, "output": given.output, "replays": given.replays}
     orders: list[Message] = [{"order": "step", "batch": batch, **tokens} for batch in given.batch]
     if given.prefix:
@@ -197,7 +259,7 @@ def time_group(
                     say(f"{name}, {way}: not timed: {answer['refused']}")
                     keep()
                 else:
-                    run.rows.append({"model": name, "engine": "sglang", "mode": way, **answer})
+                    run.rows.append({"model": name, "engine": run.engine, "mode": way, **answer})
                     figures = {key: value for key, value in answer.items() if key != "kernels"}
                     say(f"{name}, {way}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
                     keep()
@@ -206,15 +268,34 @@ def time_group(
             each.end()
 
 
-class Process:
-    """`sglang_engine` in a process group of its own, which an engine that fails kills."""
+def _check_trtllm(given: argparse.Namespace) -> None:
+    if given.prefix or given.profile:
+        raise CommandError("--prefix and --profile are SGLang's: leave them out with --engine trtllm")
+    if "on" in given.ways and not os.environ.get(ENV_CONFIG):
+        raise CommandError(
+            f"{ENV_CONFIG} is not set: expected the path of an adapter.yaml for the way on; "
+            "`replayssm trtllm init MODEL` writes one"
+        )
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+
+def _starter(kind: Kind) -> Start:
+    return lambda arguments, environment: Process(arguments, environment, kind.module)
+
+
+class Process:
+    """A module that starts an engine, in a process group of its own, which an engine that fails kills."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        module: str = KINDS["sglang"].module,
+    ) -> None:
         self._folder = TemporaryDirectory()
         self._log = Path(self._folder.name, "log")
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "replayssm.cli.bench.sglang_engine", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

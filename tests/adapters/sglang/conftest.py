@@ -25,6 +25,10 @@ def _plugins() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_convolutions(monkeypatch)
+
+
+def pass_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The update of the short convolution, a GPU kernel, passes its inputs on.
 
     In a verification step it also works out the parents in a draft tree, which stays.

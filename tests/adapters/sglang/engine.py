@@ -136,8 +136,9 @@ class Engine:
             req_to_token_pool=pool,
             server_args=args,
             model_config=config,
-            model=_model(rule, weights),
+            model=_model(rule, weights, params.shape.temporal),
             use_mla_backend=rule == "kda",
+            dtype=config.dtype,
         )
         engine = cls(rule, args, runner, None, weights)
         engine.use(engine.another_backend())
@@ -367,7 +368,7 @@ def _runner(**attributes: Any) -> Any:
             "prefill_cuda_graph_runner", "lora_manager", "device_timer",
         )
     )  # fmt: skip
-    vars(runner).update(nothing, is_draft_worker=False, device="cpu", dtype=torch.float32)
+    vars(runner).update(nothing, is_draft_worker=False, device="cpu")
     vars(runner).update(attributes, eager_runner=SimpleNamespace(), attn_backend=None)
     return runner
 
@@ -395,7 +396,7 @@ def _weights(rule: str, shape: tuple[int, int, int]) -> list[Inputs]:
     ]
 
 
-def _model(rule: str, weights: list[Inputs]) -> nn.Module:
+def _model(rule: str, weights: list[Inputs], shape: tuple[int, int, int]) -> nn.Module:
     """A model with SGLang's Mamba-2 mixers, of which the adapter reads `A`."""
     from sglang.srt.layers.attention.mamba.mamba import MambaMixer2
 
@@ -403,7 +404,7 @@ def _model(rule: str, weights: list[Inputs]) -> nn.Module:
     model.shared_experts_config = None
     if rule != "mamba2":
         return model
-    HV, V, K, G = 4, 8, 16, 2
+    (HV, V, K), G = shape, 2
     mixers = []
     for values in weights:
         mixer = MambaMixer2.__new__(MambaMixer2)

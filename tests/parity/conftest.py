@@ -1,0 +1,70 @@
+"""The adapters that the stream is sent through: one fixture each, named in `ADAPTERS`.
+
+A fixture gives a function that starts its `Side` for a stream, and raises `Absent` where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters.trtllm.conftest import double  # noqa: F401
+from tests.parity.stream import Side, Stream
+
+ADAPTERS = ("sglang", "trtllm_double_python", "trtllm_double_cpp", "trtllm_double_v2")
+
+Start = Callable[[Stream], Side]
+
+
+class Absent(Exception):
+    """An adapter cannot take part; says why."""
+
+
+@pytest.fixture
+def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """The real package, in the environment of `ci/sglang.sh`."""
+    if find_spec("sglang") is None:
+        assert "EXPECT_SGLANG" not in os.environ, "ci/sglang.sh runs these tests and SGLang can't be found"
+
+        def refuse(stream: Stream) -> Side:
+            raise Absent("SGLang is not installed here")
+
+        return refuse
+    from sglang.srt.plugins import load_plugins
+
+    from tests.adapters.sglang.conftest import pass_convolutions
+    from tests.adapters.sglang.test_verify import note_convolutions
+    from tests.parity.sglang_side import SGLang
+
+    load_plugins()
+    pass_convolutions(monkeypatch)
+    note_convolutions(monkeypatch)
+    return partial(SGLang, folder=tmp_path)
+
+
+def _trtllm(manager: str) -> Any:
+    @pytest.fixture
+    def trtllm(double: None, monkeypatch: pytest.MonkeyPatch) -> Start:  # noqa: F811
+        """The interface double of TensorRT-LLM, with one of its managers."""
+        from tests.parity.trtllm_side import TensorRT, absent
+
+        def start(stream: Stream) -> Side:
+            why = absent(manager, stream)
+            if why is not None:
+                raise Absent(why)
+            return TensorRT(stream, manager, monkeypatch)
+
+        return start
+
+    return trtllm
+
+
+trtllm_double_python = _trtllm("python")
+trtllm_double_cpp = _trtllm("cpp")
+trtllm_double_v2 = _trtllm("v2")
