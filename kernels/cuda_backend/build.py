@@ -1,4 +1,4 @@
-"""The step kernel as a program: its compile-time configuration, its parameters, its build.
+"""The step kernels as programs: their compile-time configurations, their parameters, their build.
 
 The source is compiled at first use by NVRTC, for the device at hand and one configuration, in a few
 seconds; the machine code is kept in the user's cache folder (`$XDG_CACHE_HOME/replayssm`, by default
@@ -11,11 +11,12 @@ import ctypes
 import hashlib
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RULES = {Rule.MAMBA2: 0, Rule.GDN: 1, Rule.KDA: 2}
-SOURCES = ("primitives.cuh", "step.cu")
+SHARED_SOURCES = ("primitives.cuh", "common.cuh")
 UNIT = 16
 """Value rows of a unit, the piece of a checkpoint that a program works on at a time."""
 KEY_DIM = 128
@@ -42,13 +43,23 @@ SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory of a Hopper multiprocessor."""
 SHARED_RESERVED = 1024
 """Of these, what each program costs besides its own."""
+_SCORE_STRIDE = 40
 _EARLY_LAUNCH = 9
 """Major compute capability from which on a kernel may be launched before the one it waits for has ended."""
 
 
+def _options(values: Mapping[str, int]) -> list[str]:
+    return [f"-D{name}={value}" for name, value in values.items()]
+
+
 @dataclass(frozen=True)
-class Config:
-    """What the kernel knows at compile time; the head of `step.cu` says what each means."""
+class StepConfig:
+    """What `step.cu` knows at compile time; its head says what each means.
+
+    Attributes:
+        source: the file of the kernel.
+        warps: of a program.
+    """
 
     rule: Rule
     value_dim: int
@@ -58,16 +69,25 @@ class Config:
     records: int
     units: int
     stochastic: bool
+    source: ClassVar[str] = "step.cu"
+    warps: ClassVar[int] = 1
 
     def defines(self) -> list[str]:
         """The configuration as compiler options."""
-        values = {
+        return _options({
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
-            "STATE": TYPES[self.state_dtype], "TOKENS": self.tokens,
+            "STATE": TYPES[self.state_dtype], "WARPS": self.warps, "TOKENS": self.tokens,
             "RECORDS": self.records, "UNITS": self.units,
             "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
-        }  # fmt: skip
-        return [f"-D{name}={value}" for name, value in values.items()]
+        })  # fmt: skip
+
+    @property
+    def fills(self) -> bool:
+        """Whether the step may be large, and a multiprocessor shall hold as many programs as it can.
+
+        Another division of its memory than the next kernel's costs that one a few microseconds.
+        """
+        return self.units > 1
 
     @property
     def programs(self) -> int:
@@ -91,6 +111,44 @@ class Config:
         own = 8 * ring if one else 4 * ((matrix + 15) // 16 * 16)  # scores, or sums of pairs of tokens
         ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
         return shared + own + 4 * KEY_DIM * (1 + 2 * self.tokens + ring_keys)
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """What `small.cu` knows at compile time, likewise."""
+
+    rule: Rule
+    value_dim: int
+    group: int
+    state_dtype: torch.dtype
+    tokens: int
+    ring: int
+    rows: int
+    stochastic: bool
+    source: ClassVar[str] = "small.cu"
+    warps: ClassVar[int] = 4
+    fills: ClassVar[bool] = False
+
+    def defines(self) -> list[str]:
+        """The configuration as compiler options."""
+        return _options({
+            "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
+            "STATE": TYPES[self.state_dtype], "WARPS": self.warps, "TOKENS": self.tokens,
+            "RING": self.ring, "ROWS": self.rows, "STOCHASTIC": int(self.stochastic),
+        })  # fmt: skip
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, as the source lays it out."""
+        columns = self.tokens * (1 if self.rule is Rule.MAMBA2 else 2)
+        scores = 4 * (16 * _SCORE_STRIDE + 32 + 16 + 16 * 8 + 2 * self.tokens**2)
+        shared = -(-(scores + 4 * self.rows * (columns + 1)) // 16) * 16
+        if self.rule is not Rule.KDA:
+            return shared
+        return shared + self.ring * KEY_DIM * (4 + ACTIVATION_BYTES) + 4 * 3 * KEY_DIM
+
+
+Config = StepConfig | SmallConfig
 
 
 class Params(ctypes.Structure):
@@ -128,9 +186,10 @@ def missing() -> str | None:
     return None
 
 
-def source() -> str:
-    """The kernel's source text."""
-    return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in SOURCES)
+def source(config: Config, shared: Sequence[str] = SHARED_SOURCES) -> str:
+    """A kernel's source text."""
+    names = (*shared, config.source)
+    return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
 
 
 class Program:
@@ -144,14 +203,15 @@ class Program:
             self._module = _checked(driver.cuModuleLoadData(image))
             self._function = _checked(driver.cuModuleGetFunction(self._module, b"replay_step"))
             attributes = driver.CUfunction_attribute
-            for name, value in (
-                (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, config.shared_bytes),
-                (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
-            ):
+            wanted = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: config.shared_bytes}
+            if config.fills:
+                wanted[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = 100
+            for name, value in wanted.items():
                 _checked(driver.cuFuncSetAttribute(self._function, name, value))
         self._device = device
         self._shape = driver.CUlaunchConfig()
-        self._shape.blockDimX, self._shape.blockDimY, self._shape.blockDimZ = WARP, 1, 1
+        self._shape.blockDimX = WARP * config.warps
+        self._shape.blockDimY, self._shape.blockDimZ = 1, 1
         self._shape.gridDimZ = 1
         self._shape.sharedMemBytes = config.shared_bytes
         if major >= _EARLY_LAUNCH:
@@ -196,7 +256,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 def machine_code(config: Config, arch: str) -> bytes:
     """The kernel of a configuration for an architecture such as `sm_90`, compiled or from the cache."""
-    text = source()
+    text = source(config)
     plain = ("--std=c++17", "--device-as-default-execution-space", "--disable-warnings")
     options = [f"--gpu-architecture={arch}", *plain, *config.defines()]
     version = _checked_pair(nvrtc.nvrtcVersion())
@@ -205,7 +265,7 @@ def machine_code(config: Config, arch: str) -> bytes:
     kept = Path(base, "replayssm", f"{key}.cubin")
     with suppress(OSError):
         return kept.read_bytes()
-    code = _compile(text, options)
+    code = _compile(config.source, text, options)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         own = kept.with_suffix(f".{os.getpid()}")
@@ -221,13 +281,13 @@ def _checked_pair(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return result[1:]
 
 
-def _compile(text: str, options: list[str]) -> bytes:
+def _compile(name: str, text: str, options: list[str]) -> bytes:
     """Machine code of the source.
 
     Raises:
         RuntimeError: the compiler's own messages.
     """
-    handle = _checked(nvrtc.nvrtcCreateProgram(text.encode(), b"step.cu", 0, [], []))
+    handle = _checked(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
     status = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])[0]
     if int(status) != 0:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(handle))

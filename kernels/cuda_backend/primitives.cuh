@@ -8,7 +8,8 @@ typedef unsigned short u16;
 typedef unsigned long long u64;
 typedef long long i64;
 
-DEVICE int lane_id() { return threadIdx.x; }
+DEVICE int lane_id() { return threadIdx.x & 31; }
+DEVICE int warp_id() { return threadIdx.x >> 5; }
 DEVICE int grid_x() { return blockIdx.x; }
 DEVICE int grid_y() { return blockIdx.y; }
 
@@ -44,6 +45,7 @@ DEVICE u32 votes(bool x) { return __ballot_sync(0xffffffffu, x); }
 DEVICE int bit_count(u32 x) { return __popc(x); }
 DEVICE int first_bit(u32 x) { return __ffs(x) - 1; }
 DEVICE void warp_sync() { __syncwarp(); }
+DEVICE void block_sync() { __syncthreads(); }
 
 // The kernel after this one may be launched; this one goes on when the kernel before it has ended.
 DEVICE void follow() {

@@ -100,6 +100,33 @@ def test_every_cut(rule: str, units: int, V: int, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("units", "V"), [(1, 40), (2, 64), (1, 16)])
+@pytest.mark.parametrize("window", [1, 3, 16])
+def test_small_steps(rule: str, units: int, V: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of small steps: one token a row, pads, idle rows, flushes, NaN wherever nothing lives."""
+    monkeypatch.setattr(cuda_backend, "cut", lambda *_: Cut(units, 4))
+    walk = Walk.of(make_layer(small(rule, V), window=window, max_draft=1), strong=-30.0)
+    walk.hand_out(0, 2)
+    for lens in ([1, 1, 1], [1, 1, 0], [1, 1, 1], [1, 1, 1], [1, 0, 1]):
+        walk.step([2, -1, 0], lens, width=1)
+    walk.check()
+
+
+@pytest.mark.parametrize("rule", ["mamba2", "gdn"])
+@pytest.mark.parametrize("units", [1, 2])
+@pytest.mark.parametrize("case", CHAINS, ids=[f"L{case[0]}-T{case[1]}" for case in CHAINS])
+def test_small_verification(rule: str, units: int, case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L15: the kernel of small steps with rows of different T, partial acceptance, flushes, varlen."""
+    monkeypatch.setattr(cuda_backend, "cut", lambda *_: Cut(units, 4))
+    window, max_draft, *steps = case
+    walk = Walk.of(make_layer(small(rule), window=window, max_draft=max_draft), strong=-30.0)
+    walk.hand_out(0, 2)
+    for number, (lens, accepted) in enumerate(steps):
+        walk.step([2, -1, 0], lens, accepted, width=max_draft, packed=number % 2 == 1)
+    walk.check()
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_cuts_agree(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit's bits do not depend on the units that share a program with it."""
     runs = []

@@ -1,0 +1,502 @@
+// One step of a few rows, where the latency of a program counts and not the memory's bandwidth. A program is
+// four warps; it serves ROWS value rows of one head of one row, ROWS / 4 a warp.
+//
+// What the step may need is asked for at once: the checkpoint's rows, which stay in registers, and all rows of
+// the ring, before it is known which of them live. Scores, of records and of tokens against each other, are
+// made of bf16 values by tensor cores, eight records a warp; KDA, whose keys have weights of their own, makes
+// them on plain lanes. Checkpoint, records and tokens meet in fp32.
+//
+// Compile-time, besides those of common.cuh: WARPS (4), TOKENS (1, 4 or 8, the most a row brings; KDA: 1),
+// RING (rows of the ring at most, a multiple of 4 to 32), ROWS (16 or 32).
+//
+// Layouts. Of a row of keys or of the state a lane holds channels 4 lane .. 4 lane + 3. Of the ring it holds
+// row `lane`, of the step token `lane`. In the products of scores a lane is (g, c) = (lane / 4, lane % 4): of
+// a row of keys it holds elements 8c .. 8c + 7 of each block of 32. Column t is token t's key, column 8 + t
+// its query; Mamba-2, whose keys never meet the state, has its queries in column t.
+
+constexpr int MINE = ROWS / WARPS, GROUPS = MINE / 4;
+constexpr int COLUMNS = DELTA ? 2 * TOKENS : TOKENS;
+constexpr int SCORE_STRIDE = 40;  // floats between the scores of two columns
+
+// Shared memory, in bytes.
+constexpr int AT_SCORES = 0, AT_RECORD_NORM = AT_SCORES + 16 * SCORE_STRIDE * 4;
+constexpr int AT_NORM = AT_RECORD_NORM + 32 * 4, AT_PAIRS = AT_NORM + 16 * 4;
+constexpr int AT_SOLVE = AT_PAIRS + 16 * 8 * 4, AT_REPLY = AT_SOLVE + 4 * TOKENS * TOKENS;
+constexpr int Y_STRIDE = COLUMNS + 1, AT_Y = AT_REPLY + 4 * TOKENS * TOKENS;
+constexpr int AT_TILDE = (AT_Y + 4 * ROWS * Y_STRIDE + 15) / 16 * 16;  // of KDA: its keys, decayed
+constexpr int AT_KEYS = AT_TILDE + (KDA ? 4 * RING * K : 0);
+constexpr int AT_COLUMNS = AT_KEYS + (KDA ? RING * K * ACT_BYTES : 0);
+constexpr int SHARED_BYTES = AT_COLUMNS + (KDA ? 4 * 3 * K : 0);
+
+// Lanes that differ by WIDTH add up half of their 2 WIDTH values for each other.
+template <int WIDTH, int N>
+DEVICE void share_half(float (&x)[N], int lane) {
+    const bool up = lane & WIDTH;
+#pragma unroll
+    for (int i = 0; i < WIDTH; i++) {
+        const float low = x[i], high = x[i + WIDTH];
+        x[i] = (up ? high : low) + shuffle_xor(up ? low : high, WIDTH);
+    }
+}
+
+// Lane l's sum over all lanes of value l % N.
+template <int N>
+DEVICE float scatter(float (&x)[N], int lane) {
+    if constexpr (N > 16) share_half<N / 2>(x, lane);
+    if constexpr (N > 8) share_half<(N < 16 ? N : 16) / 2>(x, lane);
+    if constexpr (N > 4) share_half<(N < 8 ? N : 8) / 2>(x, lane);
+    if constexpr (N > 2) share_half<2>(x, lane);
+    if constexpr (N > 1) share_half<1>(x, lane);
+    float y = x[0];
+#pragma unroll
+    for (int d = N; d < 32; d *= 2) y += shuffle_xor(y, d);
+    return y;
+}
+
+DEVICE float product_of(const float (&x)[4], const float (&y)[4]) {
+    return fmaf(x[0], y[0], fmaf(x[1], y[1], fmaf(x[2], y[2], x[3] * y[3])));
+}
+
+// Four elements of a state.
+struct Stored {
+    uint4 x;
+};
+DEVICE Stored load_state(const char* at, bool inside) {
+    Stored s;
+    s.x = make_uint4(0, 0, 0, 0);
+    if (!inside) return s;
+    if (STATE == 0) {
+        s.x = *(const uint4*)at;
+    } else {
+        const uint2 y = *(const uint2*)at;
+        s.x.x = y.x, s.x.y = y.y;
+    }
+    return s;
+}
+DEVICE void widen(const Stored& s, float (&f)[4]) {
+    if (STATE == 0) {
+        f[0] = real(s.x.x), f[1] = real(s.x.y), f[2] = real(s.x.z), f[3] = real(s.x.w);
+    } else {
+        f[0] = first_stored(s.x.x), f[1] = second_stored(s.x.x);
+        f[2] = first_stored(s.x.y), f[3] = second_stored(s.x.y);
+    }
+}
+// Element `index` of the slot is the first.
+DEVICE void store_state(char* at, const float (&x)[4], i64 seed, u32 index, u32 slot, u32 layer) {
+    if (STATE == 0) {
+        *(float4*)at = make_float4(x[0], x[1], x[2], x[3]);
+        return;
+    }
+    u16 y[4];
+#if STOCHASTIC
+    const Random random = philox(seed, index / 4, slot, layer);
+#pragma unroll
+    for (int i = 0; i < 4; i++) y[i] = stochastic_half(x[i], random.w[i]);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) y[i] = narrow(x[i], STATE);
+#endif
+    *(uint2*)at = make_uint2(y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16);
+}
+
+// Of KDA: a column of the key, the query or the checkpoint's decay; a record's key, decayed.
+DEVICE float* columns_of(int i) { return (float*)(shared_memory + AT_COLUMNS) + i * K; }
+DEVICE float* tilde_of(int row) { return (float*)(shared_memory + AT_TILDE) + row * K; }
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __grid_constant__ Params p) {
+    const int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
+    follow();
+    const int b = grid_y();
+    constexpr int PARTS = (V + ROWS - 1) / ROWS;
+    const int part = grid_x() % PARTS, head = grid_x() / PARTS, key_head = head / GROUP;
+    const int v_warp = part * ROWS + warp * MINE;
+
+    // the row
+    const Where where = locate(p, {b, 0, 0, 0});
+    const i64 slot = where.slot, ring = where.ring, first = where.first;
+    const int count = where.count, start = where.start, hist = where.hist;
+    const int written = p.varlen ? count : p.T;  // tokens whose output this row owns
+    const i64 batch = p.varlen ? 0 : b;
+    char* const out_row = (char*)p.out + (batch * p.b_out + first * p.t_out + (i64)head * V) * ACT_BYTES;
+    if (count == 0) {
+        const int v = v_warp + lane;
+        for (int t = 0; t < written; t++)
+            if (lane < MINE && v < V) *(u16*)(out_row + (t * p.t_out + v) * ACT_BYTES) = 0;
+        return;
+    }
+
+    // everything is on its way before anything is waited for
+    char* const head_state = (char*)p.state + (slot * p.s_state + (i64)head * V * K) * STATE_BYTES;
+    const char* const q_row =
+        (const char*)p.q_in + (batch * p.b_q + first * p.t_q + (i64)key_head * K) * ACT_BYTES;
+    const char* const k_row =
+        (const char*)p.k_in + (batch * p.b_k + first * p.t_k + (i64)key_head * K) * ACT_BYTES;
+    const char* const v_row =
+        (const char*)p.v_in + (batch * p.b_v + first * p.t_v + (i64)head * V) * ACT_BYTES;
+    char* const k_ring = (char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
+    char* const u_ring = (char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES;
+    float* const g_ring = (float*)p.g + ring * p.s_g + head * p.h_g;
+    const bool owns_gates = part == 0, owns_keys = part == 0 && head % GROUP == 0;
+    const bool in_ring = lane < p.R, is_token = lane < count;
+    float* const scores = (float*)(shared_memory + AT_SCORES);
+    float* const record_norms = (float*)(shared_memory + AT_RECORD_NORM);
+    float* const norms = (float*)(shared_memory + AT_NORM);
+    float* const pairs = (float*)(shared_memory + AT_PAIRS);
+
+    Stored checkpoint[MINE];
+#pragma unroll
+    for (int r = 0; r < MINE; r++)
+        checkpoint[r] = load_state(head_state + ((i64)(v_warp + r) * K + 4 * lane) * STATE_BYTES,
+                                   V % ROWS == 0 || v_warp + r < V);
+#if RULE != 2
+    const Row first_columns =
+        load_row((DELTA ? k_row + g * p.t_k * ACT_BYTES : q_row + g * p.t_q * ACT_BYTES), g < count, c);
+    const Row second_columns = load_row(q_row + g * p.t_q * ACT_BYTES, DELTA && g < count, c);
+    const Row drafts = DELTA ? first_columns : load_row(k_row + g * p.t_k * ACT_BYTES, g < count, c);
+    const Row keys = load_row(k_ring + (8 * warp + g) * (K * ACT_BYTES), 8 * warp + g < p.R, c);
+#else
+    unsigned char* const ring_keys = shared_memory + AT_KEYS;
+    const int channel = 32 * warp + lane;
+#pragma unroll
+    for (int i = 0; i < RING / 4; i++) {
+        const int row = warp + 4 * i;
+        copy_async(tilde_of(row) + 4 * lane, g_ring + row * K + 4 * lane, row < p.R);
+        if (lane < 16)
+            copy_async(ring_keys + (row * K + 8 * lane) * ACT_BYTES,
+                       k_ring + (row * K + 8 * lane) * ACT_BYTES, row < p.R);
+    }
+    copies_commit();
+    const u32 raw_decay =
+        fetch_scalar(p.g_in, batch * p.b_g + first * p.t_g + (i64)head * K + channel, p.g_type, true);
+    const u32 channel_bias = fetch_scalar(p.dt_bias, (i64)head * K + channel, p.bias_type, true);
+    const u32 key_here = ((const u16*)k_row)[channel], query_here = ((const u16*)q_row)[channel];
+#endif
+    u32 raw_u[GROUPS][4];  // of record `lane`, this warp's rows
+#pragma unroll
+    for (int q = 0; q < GROUPS; q++) {
+        const int v = v_warp + 4 * q;
+        const char* const from = u_ring + ((i64)lane * V + v) * U_BYTES;
+        const bool inside = in_ring && (V % ROWS == 0 || v < V);
+        const uint4 y = DELTA ? load8(from, inside) : make_uint4(0, 0, 0, 0);
+        const uint2 z = DELTA ? make_uint2(0, 0) : load4(from, inside);
+        raw_u[q][0] = DELTA ? y.x : z.x << 16, raw_u[q][1] = DELTA ? y.y : z.x & 0xffff0000u;
+        raw_u[q][2] = DELTA ? y.z : z.y << 16, raw_u[q][3] = DELTA ? y.w : z.y & 0xffff0000u;
+    }
+    const float ring_gate = !KDA && in_ring ? g_ring[lane] : 0.f;
+    u32 raw_gate = 0, raw_beta = 0;
+    if (!KDA)
+        raw_gate = fetch_scalar(p.g_in, batch * p.b_g + (first + lane) * p.t_g + head, p.g_type, is_token);
+    if (DELTA)
+        raw_beta = fetch_scalar(p.beta_in, batch * p.b_beta + (first + lane) * p.t_beta + head, p.beta_type,
+                                is_token);
+    const float A = scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type);
+    const float bias =
+        KDA ? 0.f : scalar(fetch_scalar(p.dt_bias, head, p.bias_type, true), p.bias_type);
+    const float skip = DELTA ? 0.f : scalar(fetch_scalar(p.D, head, p.D_type, true), p.D_type);
+    uint2 raw_x[COLUMNS];  // this lane's channels of the columns
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) {
+        const bool query = !DELTA || i >= TOKENS;
+        const int t = i % TOKENS;
+        raw_x[i] = load4((query ? q_row + t * p.t_q * ACT_BYTES : k_row + t * p.t_k * ACT_BYTES) +
+                             4 * lane * ACT_BYTES,
+                         !KDA && t < count);
+    }
+    u32 raw_value[GROUPS][TOKENS];  // of value row `lane % 4` of each four
+#pragma unroll
+    for (int q = 0; q < GROUPS; q++)
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+            const int v = v_warp + 4 * q + c;
+            raw_value[q][t] = fetch_scalar(v_row, t * p.t_v + v, 1, t < count && (V % ROWS == 0 || v < V));
+        }
+    auto ring_row = [&](int j) {
+        const int row = start + j;
+        return row >= p.R ? row - p.R : row;
+    };
+    const bool flush = hist + count > p.L;
+    const int age = lane - start < 0 ? lane - start + p.R : lane - start;  // of the record in row `lane`
+    const bool lives = in_ring && age < hist;
+
+    // scores
+#if RULE != 2
+    {
+        const bool other = p.R > 24 || warp < 3;  // the last warp makes the tokens' own, and records if any
+        if (other && 8 * warp < p.R) {
+            float d[4] = {0, 0, 0, 0}, f[4][8];
+            gram(d, first_columns, second_columns, DELTA, keys);
+            float* const to = scores + g * SCORE_STRIDE + 8 * warp + 2 * c;
+            *(float2*)to = make_float2(d[0], d[1]);
+            if (DELTA) *(float2*)(to + 8 * SCORE_STRIDE) = make_float2(d[2], d[3]);
+            if (DELTA && p.l2norm) {
+                widen(keys, f);
+                const float n = inverse_root(squares(f) + 1e-6f);
+                if (c == 0) record_norms[8 * warp + g] = n;
+            }
+        }
+        if (warp == 3) {
+            float d[4] = {0, 0, 0, 0}, f[4][8];
+            gram(d, first_columns, second_columns, DELTA, drafts);
+            *(float2*)(pairs + g * 8 + 2 * c) = make_float2(d[0], d[1]);
+            *(float2*)(pairs + (8 + g) * 8 + 2 * c) = make_float2(d[2], d[3]);
+            if (DELTA && p.l2norm) {
+                widen(first_columns, f);
+                const float n = inverse_root(squares(f) + 1e-6f);
+                widen(second_columns, f);
+                const float m = inverse_root(squares(f) + 1e-6f);
+                if (c == 0) norms[g] = n, norms[8 + g] = m;
+            }
+        }
+    }
+#else
+    {
+        float log_decay = scalar(raw_decay, p.g_type) + scalar(channel_bias, p.bias_type);
+        if (p.A) {
+            const float speed = expf(A);
+            log_decay = p.bounded ? p.bound * sigmoid(speed * log_decay) : -speed * softplus(log_decay);
+        }
+        const float decay = expf(log_decay);
+        columns_of(0)[channel] = first_of(key_here) * decay;
+        columns_of(1)[channel] = first_of(query_here) * decay;
+        const int row = ring_row(hist);
+        if (owns_gates) g_ring[row * K + channel] = log_decay;
+        if (owns_keys) ((u16*)k_ring)[row * K + channel] = (u16)key_here;
+
+        copies_wait<0>();
+        block_sync();
+        float reach = 0.f;
+#pragma unroll 4
+        for (int j = hist - 1; j >= 0; j--) {
+            const int row = ring_row(j);
+            float& here = tilde_of(row)[channel];
+            const float gate = here, key = first_of(((const u16*)ring_keys)[row * K + channel]);
+            here = key * fast_exp2(reach);
+            reach = fmaf(LOG2E, gate, reach);
+        }
+        columns_of(2)[channel] = fast_exp2(reach);
+        block_sync();
+
+        float key[4], query[4];
+        const float4 y = *(const float4*)(columns_of(0) + 4 * lane);
+        const float4 z = *(const float4*)(columns_of(1) + 4 * lane);
+        const float x[2][4] = {{y.x, y.y, y.z, y.w}, {z.x, z.y, z.z, z.w}};
+        constexpr int DOTS = RING <= 20 ? 16 : 32;
+        float dots[DOTS];
+#pragma unroll
+        for (int i = 0; i < DOTS; i++) dots[i] = 0.f;
+#pragma unroll
+        for (int i = 0; i < RING / 4; i++) {
+            const int at = (warp + 4 * i) * K + 4 * lane;
+            const float4 w = *(const float4*)(tilde_of(0) + at);
+            const float decayed[4] = {w.x, w.y, w.z, w.w};
+            float raw[4];
+            widen(*(const uint2*)(ring_keys + at * ACT_BYTES), raw);
+            dots[3 * i] = product_of(x[0], decayed), dots[3 * i + 1] = product_of(x[1], decayed);
+            dots[3 * i + 2] = product_of(raw, raw);
+        }
+        const float sum = scatter<DOTS>(dots, lane);
+        const int i = lane / 3, kind = lane % 3;
+        if (i < RING / 4) {
+            if (kind < 2) scores[8 * kind * SCORE_STRIDE + warp + 4 * i] = sum;
+            else record_norms[warp + 4 * i] = p.l2norm ? inverse_root(sum + 1e-6f) : 1.f;
+        }
+        if (warp == 3) {
+            widen(load4(k_row + 4 * lane * ACT_BYTES, true), key);
+            widen(load4(q_row + 4 * lane * ACT_BYTES, true), query);
+            float own[4] = {product_of(key, key), product_of(query, query), product_of(query, key), 0.f};
+            const float own_sum = scatter<4>(own, lane);
+            if (lane < 2) norms[8 * lane] = inverse_root(own_sum + 1e-6f);
+            if (lane == 2) pairs[8 * 8] = own_sum;
+        }
+    }
+#endif
+    block_sync();
+
+    // gates of token `lane`, which of record `lane` in order of age
+    float gate = 0.f, beta = 0.f;
+    const float rate = DELTA ? 1.f : A;
+    if (is_token) {
+        if (!KDA) {
+            gate = scalar(raw_gate, p.g_type) + bias;
+            if (DELTA ? p.A != 0 : p.softplus != 0) gate = softplus(gate);
+            if (DELTA && p.A) gate *= -expf(A);
+            if (owns_gates && warp == 0) g_ring[ring_row(hist + lane)] = gate;
+        }
+        if (DELTA) {
+            beta = scalar(raw_beta, p.beta_type);
+            if (p.A) beta = sigmoid(beta);
+        }
+    }
+    float total = 1.f, weight = 1.f, path = 0.f;  // of the checkpoint; of the record in row `lane`, of token `lane`
+    if (!KDA) {
+        const float aged = shuffle(ring_gate, ring_row(lane)), old = lane < hist ? aged : 0.f;
+        const float later = shuffle(old, (lane + 1) & 31);
+        const float reach = sum_from(lane == 31 ? 0.f : later, lane);
+        total = expf(rate * (shuffle(old, 0) + shuffle(reach, 0)));
+        const float mine = DELTA ? expf(reach) : old * expf(rate * reach);
+        weight = shuffle(mine, age & 31);
+        path = TOKENS == 1 ? gate : sum_to(gate, lane);
+    }
+    if (DELTA && p.l2norm) weight *= record_norms[lane];
+    const float grown = KDA ? 1.f : expf(rate * path);
+
+    // columns: their factor, and what they have in common with record `lane`
+    float x[COLUMNS][4], record[COLUMNS], factor[COLUMNS];
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) {
+        const bool query = !DELTA || i >= TOKENS;
+        const int t = i % TOKENS, column = DELTA && query ? 8 + t : t;
+        const float norm = DELTA && p.l2norm ? norms[column] : 1.f;
+        factor[i] = norm * (DELTA && query ? p.scale : 1.f) * shuffle(grown, t);
+        record[i] = lives ? scores[column * SCORE_STRIDE + lane] * weight : 0.f;
+        if (KDA) {
+            const float4 y = *(const float4*)(columns_of(i) + 4 * lane);
+            const float4 w = *(const float4*)(columns_of(2) + 4 * lane);
+            x[i][0] = y.x * w.x, x[i][1] = y.y * w.y, x[i][2] = y.z * w.z, x[i][3] = y.w * w.w;
+        } else {
+            widen(raw_x[i], x[i]);
+        }
+    }
+
+    // tokens upon tokens: the triangular system, and what outputs take of its solution
+    float* const solve = (float*)(shared_memory + AT_SOLVE);
+    float* const reply = (float*)(shared_memory + AT_REPLY);
+    if (TOKENS > 1) {
+        const int cell = 32 * warp + lane, s = cell / TOKENS, j = cell % TOKENS;
+        float between = 0.f;
+#pragma unroll
+        for (int t = 1; t < TOKENS; t++) {
+            const float y = shuffle(gate, t);
+            if (t > j && t <= s) between += y;
+        }
+        const float beta_s = shuffle(beta, s & 31), gate_j = shuffle(gate, j);
+        if (cell < TOKENS * TOKENS) {
+            const bool inside = j <= s && s < count, normed = DELTA && p.l2norm;
+            const float decay = inside ? expf(rate * between) : 0.f, key_norm = normed ? norms[j] : 1.f;
+            float m = 0.f, n = 0.f;
+            if (inside) {
+                n = pairs[(DELTA ? 8 + s : s) * 8 + j] * decay;
+                n *= DELTA ? (normed ? norms[8 + s] : 1.f) * p.scale * key_norm : gate_j;
+                if (DELTA && j < s)
+                    m = pairs[s * 8 + j] * decay * beta_s * (normed ? norms[s] : 1.f) * key_norm;
+            }
+            solve[cell] = m, reply[cell] = n;
+        }
+        block_sync();
+    }
+
+#if STOCHASTIC
+    const i64 seed = *p.rand_seed;
+#else
+    const i64 seed = 0;
+#endif
+    float* const y_rows = (float*)(shared_memory + AT_Y) + warp * MINE * Y_STRIDE;
+#pragma unroll
+    for (int q = 0; q < GROUPS; q++) {
+        float u[4], sums[4 * COLUMNS];
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            float s[4];
+            widen(checkpoint[4 * q + r], s);
+            u[r] = lives ? real(raw_u[q][r]) : 0.f;
+#pragma unroll
+            for (int i = 0; i < COLUMNS; i++)
+                sums[r * COLUMNS + i] = fmaf(total, product_of(s, x[i]), u[r] * record[i]);
+        }
+        constexpr int N = 4 * COLUMNS < 32 ? 4 * COLUMNS : 32;
+#pragma unroll
+        for (int half = 0; half < 4 * COLUMNS / N; half++) {
+            float part_of[N];
+#pragma unroll
+            for (int i = 0; i < N; i++) part_of[i] = sums[half * N + i];
+            const float y = scatter<N>(part_of, lane);
+            const int at = half * N + lane;
+            if (lane < N) y_rows[(4 * q + at / COLUMNS) * Y_STRIDE + at % COLUMNS] = y;
+        }
+        warp_sync();
+
+        // a lane solves for value row c of the four; of the tokens' outputs it has that of token g
+        const float* const y = y_rows + (4 * q + c) * Y_STRIDE;
+        const int v = v_warp + 4 * q + c;
+        const bool inside = V % ROWS == 0 || v < V;
+        float mine = 0.f, answer = 0.f, updates[TOKENS];
+#pragma unroll
+        for (int s = 0; s < TOKENS; s++) {
+            float z = scalar(raw_value[q][s], 1);
+            if (DELTA) {
+                z = shuffle(beta, s) * (z - factor[s] * y[s]);
+#pragma unroll
+                for (int j = 0; j < s; j++) z -= solve[s * TOKENS + j] * updates[j];
+            }
+            updates[s] = z;
+            if (s == g) mine = z;
+        }
+        float own_factor = factor[DELTA ? TOKENS : 0];
+#pragma unroll
+        for (int s = 1; s < TOKENS; s++)
+            if (s == g) own_factor = factor[DELTA ? TOKENS + s : s];
+        const int token = g < TOKENS ? g : 0;
+        answer = own_factor * y[(DELTA ? TOKENS : 0) + token];
+        if (TOKENS == 1) {
+            const float normed = DELTA && p.l2norm ? norms[0] * norms[8] : 1.f;
+            const float common = DELTA ? pairs[8 * 8] * normed * p.scale : pairs[0] * shuffle(gate, 0);
+            answer = fmaf(common, updates[0], answer);
+        } else {
+#pragma unroll
+            for (int j = 0; j < TOKENS; j++) answer = fmaf(reply[token * TOKENS + j], updates[j], answer);
+        }
+        if (!DELTA) answer = fmaf(skip, mine, answer);
+        if (g < TOKENS && g < written && inside) {
+            if (!DELTA && p.z_in && g < count) {
+                const float z = scalar(
+                    fetch_scalar(p.z_in, batch * p.b_z + (first + g) * p.t_z + (i64)head * V + v, 1, true), 1);
+                answer *= z * sigmoid(z);
+            }
+            *(u16*)(out_row + (g * p.t_out + v) * ACT_BYTES) = float_to_bfloat(g < count ? answer : 0.f);
+            if (g < count) {
+                char* const to = u_ring + ((i64)ring_row(hist + g) * V + v) * U_BYTES;
+                if (DELTA) *(float*)to = mine;
+                else *(u16*)to = (u16)(bits(mine) >> 16);
+            }
+        }
+        if (flush) {
+            float folded[4][4], weighted[4];
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                widen(checkpoint[4 * q + r], folded[r]);
+                weighted[r] = u[r] * weight;
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    folded[r][e] *= KDA ? columns_of(2)[4 * lane + e] : total;
+            }
+#pragma unroll 4
+            for (int j = 0; j < hist; j++) {
+                const int row = ring_row(j);
+                float key[4];
+                if (KDA) {
+                    const float4 w = *(const float4*)(tilde_of(row) + 4 * lane);
+                    key[0] = w.x, key[1] = w.y, key[2] = w.z, key[3] = w.w;
+                } else {
+                    widen(load4(k_ring + (row * K + 4 * lane) * ACT_BYTES, true), key);
+                }
+#pragma unroll
+                for (int r = 0; r < 4; r++) {
+                    const float w = shuffle(weighted[r], row);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) folded[r][e] = fmaf(w, key[e], folded[r][e]);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const int row = v_warp + 4 * q + r;
+                if (V % ROWS == 0 || row < V)
+                    store_state(head_state + ((i64)row * K + 4 * lane) * STATE_BYTES, folded[r], seed,
+                                (u32)((head * V + row) * K + 4 * lane), (u32)slot, (u32)p.layer);
+            }
+        }
+    }
+    if (!KDA && owns_keys)
+        for (int t = warp; t < count; t += WARPS)
+            store4(k_ring + (ring_row(hist + t) * K + 4 * lane) * ACT_BYTES,
+                   load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, true));
+}
