@@ -140,9 +140,12 @@ class SmallConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, as the source lays it out."""
-        columns = self.tokens * (1 if self.rule is Rule.MAMBA2 else 2)
-        scores = 4 * (16 * _SCORE_STRIDE + 32 + 16 + 16 * 8 + 2 * self.tokens**2)
-        shared = -(-(scores + 4 * self.rows * (columns + 1)) // 16) * 16
+        tokens = self.tokens
+        queries = 4 if tokens <= 4 else 8
+        columns = tokens * (1 if self.rule is Rule.MAMBA2 else 2)
+        common = 2 * queries * (_SCORE_STRIDE + 8) + 32 + 32 + 16 + 12 + 2 * tokens**2
+        rows = self.rows * (columns + 1) if tokens > 1 else 0
+        shared = -(-4 * (common + rows) // 16) * 16
         if self.rule is not Rule.KDA:
             return shared
         return shared + self.ring * KEY_DIM * (4 + ACTIVATION_BYTES) + 4 * 3 * KEY_DIM

@@ -1,29 +1,37 @@
-// One step of a few rows, where the latency of a program counts and not the memory's bandwidth. A program is
-// four warps; it serves ROWS value rows of one head of one row, ROWS / 4 a warp.
+// One step of a few rows, where a program's latency counts and not the memory's bandwidth. A program is four
+// warps; it serves ROWS value rows of one head of one row, ROWS / 4 a warp.
 //
-// What the step may need is asked for at once: the checkpoint's rows, which stay in registers, and all rows of
-// the ring, before it is known which of them live. Scores, of records and of tokens against each other, are
-// made of bf16 values by tensor cores, eight records a warp; KDA, whose keys have weights of their own, makes
-// them on plain lanes. Checkpoint, records and tokens meet in fp32.
+// What the step may need is asked for at once: the checkpoint's rows, which stay in registers, and all rows
+// of the ring, before it is known which of them live. Then the warps share what is common to all value rows:
+// the first three make scores of the records, eight records each, and the last one gates and what tokens have
+// in common. Scores are products of bf16 values in tensor cores; KDA, whose keys have weights of their own,
+// makes them on plain lanes. Checkpoint, records and tokens meet in fp32.
 //
 // Compile-time, besides those of common.cuh: WARPS (4), TOKENS (1, 4 or 8, the most a row brings; KDA: 1),
 // RING (rows of the ring at most, a multiple of 4 to 32), ROWS (16 or 32).
 //
 // Layouts. Of a row of keys or of the state a lane holds channels 4 lane .. 4 lane + 3. Of the ring it holds
 // row `lane`, of the step token `lane`. In the products of scores a lane is (g, c) = (lane / 4, lane % 4): of
-// a row of keys it holds elements 8c .. 8c + 7 of each block of 32. Column t is token t's key, column 8 + t
-// its query; Mamba-2, whose keys never meet the state, has its queries in column t.
+// a row of keys it holds elements 8c .. 8c + 7 of each block of 32. Columns are the tokens' keys, then their
+// queries; Mamba-2, whose keys never meet the state, has queries alone. In those products they are rows of
+// one operand: column i the row at(i).
 
 constexpr int MINE = ROWS / WARPS, GROUPS = MINE / 4;
 constexpr int COLUMNS = DELTA ? 2 * TOKENS : TOKENS;
+constexpr bool ONE_TILE = TOKENS <= 4;  // keys are rows 0 to 3, queries rows 4 to 7; else 0 to 7, 8 to 15
+constexpr int QUERIES = ONE_TILE ? 4 : 8;
 constexpr int SCORE_STRIDE = 40;  // floats between the scores of two columns
 
+DEVICE constexpr int at(int column) { return DELTA && column >= TOKENS ? QUERIES + column - TOKENS : column; }
+
 // Shared memory, in bytes.
-constexpr int AT_SCORES = 0, AT_RECORD_NORM = AT_SCORES + 16 * SCORE_STRIDE * 4;
-constexpr int AT_NORM = AT_RECORD_NORM + 32 * 4, AT_PAIRS = AT_NORM + 16 * 4;
-constexpr int AT_SOLVE = AT_PAIRS + 16 * 8 * 4, AT_REPLY = AT_SOLVE + 4 * TOKENS * TOKENS;
+constexpr int AT_SCORES = 0, AT_WEIGHT = AT_SCORES + 2 * QUERIES * SCORE_STRIDE * 4;
+constexpr int AT_NORM = AT_WEIGHT + 32 * 4, AT_PAIRS = AT_NORM + 32 * 4;
+constexpr int AT_FACTOR = AT_PAIRS + 2 * QUERIES * 8 * 4, AT_BETA = AT_FACTOR + 16 * 4;
+constexpr int AT_SOLVE = AT_BETA + 12 * 4, AT_REPLY = AT_SOLVE + 4 * TOKENS * TOKENS;
 constexpr int Y_STRIDE = COLUMNS + 1, AT_Y = AT_REPLY + 4 * TOKENS * TOKENS;
-constexpr int AT_TILDE = (AT_Y + 4 * ROWS * Y_STRIDE + 15) / 16 * 16;  // of KDA: its keys, decayed
+constexpr int AT_TILDE =
+    (AT_Y + (TOKENS > 1 ? 4 * ROWS * Y_STRIDE : 0) + 15) / 16 * 16;  // KDA's decayed keys
 constexpr int AT_KEYS = AT_TILDE + (KDA ? 4 * RING * K : 0);
 constexpr int AT_COLUMNS = AT_KEYS + (KDA ? RING * K * ACT_BYTES : 0);
 constexpr int SHARED_BYTES = AT_COLUMNS + (KDA ? 4 * 3 * K : 0);
@@ -138,10 +146,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
     float* const g_ring = (float*)p.g + ring * p.s_g + head * p.h_g;
     const bool owns_gates = part == 0, owns_keys = part == 0 && head % GROUP == 0;
     const bool in_ring = lane < p.R, is_token = lane < count;
-    float* const scores = (float*)(shared_memory + AT_SCORES);
-    float* const record_norms = (float*)(shared_memory + AT_RECORD_NORM);
-    float* const norms = (float*)(shared_memory + AT_NORM);
-    float* const pairs = (float*)(shared_memory + AT_PAIRS);
+    float* const scores = (float*)(shared_memory + AT_SCORES);   // of a column at(i) and a row of the ring
+    float* const weights = (float*)(shared_memory + AT_WEIGHT);  // of rows of the ring, but for
+    float* const norms = (float*)(shared_memory + AT_NORM);      // their keys' inverse norms
+    float* const pairs = (float*)(shared_memory + AT_PAIRS);     // of a column at(i) and a token's key
+    float* const factors = (float*)(shared_memory + AT_FACTOR);  // of columns
+    float* const betas = (float*)(shared_memory + AT_BETA);      // of tokens; then the checkpoint's decay
+    float* const solve = (float*)(shared_memory + AT_SOLVE);     // the triangular system
+    float* const reply = (float*)(shared_memory + AT_REPLY);     // what outputs take of its solution
 
     Stored checkpoint[MINE];
 #pragma unroll
@@ -149,10 +161,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         checkpoint[r] = load_state(head_state + ((i64)(v_warp + r) * K + 4 * lane) * STATE_BYTES,
                                    V % ROWS == 0 || v_warp + r < V);
 #if RULE != 2
+    const bool scores_records = 8 * warp < p.R, shares_tokens = warp == WARPS - 1;
+    const bool key_first = DELTA && (!ONE_TILE || g < QUERIES);
+    const int token_of = ONE_TILE && DELTA ? g % QUERIES : g;
     const Row first_columns =
-        load_row((DELTA ? k_row + g * p.t_k * ACT_BYTES : q_row + g * p.t_q * ACT_BYTES), g < count, c);
-    const Row second_columns = load_row(q_row + g * p.t_q * ACT_BYTES, DELTA && g < count, c);
-    const Row drafts = DELTA ? first_columns : load_row(k_row + g * p.t_k * ACT_BYTES, g < count, c);
+        load_row(key_first ? k_row + token_of * p.t_k * ACT_BYTES : q_row + token_of * p.t_q * ACT_BYTES,
+                 token_of < count, c);
+    Row second_columns = first_columns, drafts = first_columns;
+    if (DELTA && !ONE_TILE) second_columns = load_row(q_row + g * p.t_q * ACT_BYTES, g < count, c);
+    if (!DELTA && shares_tokens) drafts = load_row(k_row + g * p.t_k * ACT_BYTES, g < count, c);
     const Row keys = load_row(k_ring + (8 * warp + g) * (K * ACT_BYTES), 8 * warp + g < p.R, c);
 #else
     unsigned char* const ring_keys = shared_memory + AT_KEYS;
@@ -182,32 +199,39 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         raw_u[q][0] = DELTA ? y.x : z.x << 16, raw_u[q][1] = DELTA ? y.y : z.x & 0xffff0000u;
         raw_u[q][2] = DELTA ? y.z : z.y << 16, raw_u[q][3] = DELTA ? y.w : z.y & 0xffff0000u;
     }
-    const float ring_gate = !KDA && in_ring ? g_ring[lane] : 0.f;
-    u32 raw_gate = 0, raw_beta = 0;
-    if (!KDA)
-        raw_gate = fetch_scalar(p.g_in, batch * p.b_g + (first + lane) * p.t_g + head, p.g_type, is_token);
-    if (DELTA)
-        raw_beta = fetch_scalar(p.beta_in, batch * p.b_beta + (first + lane) * p.t_beta + head, p.beta_type,
-                                is_token);
-    const float A = scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type);
-    const float bias =
-        KDA ? 0.f : scalar(fetch_scalar(p.dt_bias, head, p.bias_type, true), p.bias_type);
+    float ring_gate = 0.f;
+    u32 raw_gate = 0, raw_beta = 0, raw_A = 0, raw_bias = 0;
+    if (warp == WARPS - 1) {
+        if (!KDA) {
+            if (in_ring) ring_gate = g_ring[lane];
+            raw_gate =
+                fetch_scalar(p.g_in, batch * p.b_g + (first + lane) * p.t_g + head, p.g_type, is_token);
+            raw_A = fetch_scalar(p.A, head, p.A_type, true);
+            raw_bias = fetch_scalar(p.dt_bias, head, p.bias_type, true);
+        }
+        if (DELTA)
+            raw_beta = fetch_scalar(p.beta_in, batch * p.b_beta + (first + lane) * p.t_beta + head,
+                                    p.beta_type, is_token);
+    }
     const float skip = DELTA ? 0.f : scalar(fetch_scalar(p.D, head, p.D_type, true), p.D_type);
     uint2 raw_x[COLUMNS];  // this lane's channels of the columns
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
         const bool query = !DELTA || i >= TOKENS;
         const int t = i % TOKENS;
-        raw_x[i] = load4((query ? q_row + t * p.t_q * ACT_BYTES : k_row + t * p.t_k * ACT_BYTES) +
-                             4 * lane * ACT_BYTES,
-                         !KDA && t < count);
+        raw_x[i] = load4(
+            (query ? q_row + t * p.t_q * ACT_BYTES : k_row + t * p.t_k * ACT_BYTES) + 4 * lane * ACT_BYTES,
+            !KDA && t < count);
     }
-    u32 raw_value[GROUPS][TOKENS];  // of value row `lane % 4` of each four
+    // of each four value rows the one that the lane solves for, and the token whose output it has
+    const int own_row = TOKENS > 1 ? c : DELTA ? lane >> 1 & 3 : c;
+    const int own_token = TOKENS > 1 ? g : DELTA ? (lane & 1) + (lane >> 3) : g;
+    u32 raw_value[GROUPS][TOKENS];
 #pragma unroll
     for (int q = 0; q < GROUPS; q++)
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-            const int v = v_warp + 4 * q + c;
+            const int v = v_warp + 4 * q + own_row;
             raw_value[q][t] = fetch_scalar(v_row, t * p.t_v + v, 1, t < count && (V % ROWS == 0 || v < V));
         }
     auto ring_row = [&](int j) {
@@ -218,44 +242,52 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
     const int age = lane - start < 0 ? lane - start + p.R : lane - start;  // of the record in row `lane`
     const bool lives = in_ring && age < hist;
 
-    // scores
+    // what value rows share
+    float token_norm = 1.f;  // in the last warp, of column `lane` as at() has them
 #if RULE != 2
-    {
-        const bool other = p.R > 24 || warp < 3;  // the last warp makes the tokens' own, and records if any
-        if (other && 8 * warp < p.R) {
-            float d[4] = {0, 0, 0, 0}, f[4][8];
+    const bool normed = DELTA && p.l2norm;
+    auto keep_norm = [&](const float (&d)[4], float* to) {  // of the diagonal of a product with itself
+        if (c == g >> 1) to[g] = inverse_root(d[g & 1] + 1e-6f);
+    };
+    if (scores_records) {
+        float d[4] = {0, 0, 0, 0};
+        float* const to = scores + g * SCORE_STRIDE + 8 * warp + 2 * c;
+        if (DELTA && ONE_TILE) {
+            gram(d, keys, first_columns, true, keys);
+            *(float2*)to = make_float2(d[2], d[3]);
+        } else {
             gram(d, first_columns, second_columns, DELTA, keys);
-            float* const to = scores + g * SCORE_STRIDE + 8 * warp + 2 * c;
             *(float2*)to = make_float2(d[0], d[1]);
-            if (DELTA) *(float2*)(to + 8 * SCORE_STRIDE) = make_float2(d[2], d[3]);
-            if (DELTA && p.l2norm) {
-                widen(keys, f);
-                const float n = inverse_root(squares(f) + 1e-6f);
-                if (c == 0) record_norms[8 * warp + g] = n;
-            }
+            if (DELTA) *(float2*)(to + QUERIES * SCORE_STRIDE) = make_float2(d[2], d[3]);
+            d[0] = d[1] = d[2] = d[3] = 0.f;
+            if (normed) gram(d, keys, keys, false, keys);
         }
-        if (warp == 3) {
-            float d[4] = {0, 0, 0, 0}, f[4][8];
-            gram(d, first_columns, second_columns, DELTA, drafts);
-            *(float2*)(pairs + g * 8 + 2 * c) = make_float2(d[0], d[1]);
+        if (normed) keep_norm(d, norms + 8 * warp);
+    }
+    if (shares_tokens) {
+        float d[4] = {0, 0, 0, 0}, z[4] = {0, 0, 0, 0};
+        gram(d, first_columns, second_columns, DELTA && !ONE_TILE, drafts);
+        *(float2*)(pairs + g * 8 + 2 * c) = make_float2(d[0], d[1]);
+        if (DELTA && !ONE_TILE) {
             *(float2*)(pairs + (8 + g) * 8 + 2 * c) = make_float2(d[2], d[3]);
-            if (DELTA && p.l2norm) {
-                widen(first_columns, f);
-                const float n = inverse_root(squares(f) + 1e-6f);
-                widen(second_columns, f);
-                const float m = inverse_root(squares(f) + 1e-6f);
-                if (c == 0) norms[g] = n, norms[8 + g] = m;
-            }
+            if (normed) gram(z, second_columns, second_columns, false, second_columns);
+        }
+        if (normed) {
+            keep_norm(d, factors);
+            if (!ONE_TILE) keep_norm(z, factors + 8);
+            warp_sync();
+            if (lane < 2 * QUERIES) token_norm = factors[lane];
         }
     }
 #else
     {
         float log_decay = scalar(raw_decay, p.g_type) + scalar(channel_bias, p.bias_type);
         if (p.A) {
-            const float speed = expf(A);
-            log_decay = p.bounded ? p.bound * sigmoid(speed * log_decay) : -speed * softplus(log_decay);
+            const float speed = expf(scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type));
+            log_decay =
+                p.bounded ? p.bound * fast_sigmoid(speed * log_decay) : -speed * fast_softplus(log_decay);
         }
-        const float decay = expf(log_decay);
+        const float decay = fast_exp2(LOG2E * log_decay);
         columns_of(0)[channel] = first_of(key_here) * decay;
         columns_of(1)[channel] = first_of(query_here) * decay;
         const int row = ring_row(hist);
@@ -297,58 +329,83 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         const float sum = scatter<DOTS>(dots, lane);
         const int i = lane / 3, kind = lane % 3;
         if (i < RING / 4) {
-            if (kind < 2) scores[8 * kind * SCORE_STRIDE + warp + 4 * i] = sum;
-            else record_norms[warp + 4 * i] = p.l2norm ? inverse_root(sum + 1e-6f) : 1.f;
+            if (kind < 2) scores[kind * QUERIES * SCORE_STRIDE + warp + 4 * i] = sum;
+            else norms[warp + 4 * i] = inverse_root(sum + 1e-6f);
         }
         if (warp == 3) {
             widen(load4(k_row + 4 * lane * ACT_BYTES, true), key);
             widen(load4(q_row + 4 * lane * ACT_BYTES, true), query);
             float own[4] = {product_of(key, key), product_of(query, query), product_of(query, key), 0.f};
             const float own_sum = scatter<4>(own, lane);
-            if (lane < 2) norms[8 * lane] = inverse_root(own_sum + 1e-6f);
-            if (lane == 2) pairs[8 * 8] = own_sum;
+            if (p.l2norm) token_norm = inverse_root(shuffle(own_sum, lane / QUERIES) + 1e-6f);
+            if (lane == 2) pairs[QUERIES * 8] = own_sum;
         }
     }
 #endif
+    if (warp == WARPS - 1) {
+        // gates of token `lane`, weights of the record in row `lane`
+        float gate = 0.f, beta = 0.f, total = 1.f, weight = 1.f, path = 0.f;
+        const float A = scalar(raw_A, p.A_type), rate = DELTA ? 1.f : A;
+        if (is_token) {
+            if (!KDA) {
+                gate = scalar(raw_gate, p.g_type) + scalar(raw_bias, p.bias_type);
+                if (DELTA ? p.A != 0 : p.softplus != 0) gate = softplus(gate);
+                if (DELTA && p.A) gate *= -expf(A);
+                if (owns_gates) g_ring[ring_row(hist + lane)] = gate;
+            }
+            if (DELTA) {
+                beta = scalar(raw_beta, p.beta_type);
+                if (p.A) beta = sigmoid(beta);
+            }
+        }
+        if (!KDA) {
+            const float aged = shuffle(ring_gate, ring_row(lane)), old = lane < hist ? aged : 0.f;
+            const float later = shuffle(old, (lane + 1) & 31);
+            const float reach = sum_from(lane == 31 ? 0.f : later, lane);
+            total = expf(rate * (shuffle(old, 0) + shuffle(reach, 0)));
+            const float mine = DELTA ? expf(reach) : old * expf(rate * reach);
+            weight = shuffle(mine, age & 31);
+            path = TOKENS == 1 ? gate : sum_to(gate, lane);
+        }
+        weights[lane] = weight;
+        if (lane < TOKENS) betas[lane] = beta;
+        if (lane == 0) betas[8] = total;
+        const float grown = KDA ? 1.f : expf(rate * path);
+        const float factor = token_norm * (DELTA && lane >= QUERIES ? p.scale : 1.f);
+        const float decayed = factor * shuffle(grown, lane % QUERIES);
+        warp_sync();  // pairs are there, and norms have been read
+        if (lane < 2 * QUERIES) factors[lane] = decayed;
+#pragma unroll
+        for (int i = 0; i < (TOKENS * TOKENS + 31) / 32; i++) {  // the triangular system, and the answers
+            const int cell = 32 * i + lane, s = cell / TOKENS % TOKENS, j = cell % TOKENS;
+            const int query = DELTA ? QUERIES + s : s;
+            float between = 0.f;
+#pragma unroll
+            for (int t = 1; t < TOKENS; t++) {
+                const float y = shuffle(gate, t);
+                if (t > j && t <= s) between += y;
+            }
+            const float key_factor = shuffle(factor, j), of_key = shuffle(factor, s);
+            const float of_query = shuffle(factor, query), beta_s = shuffle(beta, s),
+                        gate_j = shuffle(gate, j);
+            const bool inside = j <= s && s < count;
+            const float decay = inside ? expf(rate * between) : 0.f;
+            float m = 0.f, n = 0.f;
+            if (inside) {
+                n = pairs[query * 8 + j] * decay * (DELTA ? of_query * key_factor : gate_j);
+                if (DELTA && j < s) m = pairs[s * 8 + j] * decay * (beta_s * of_key * key_factor);
+            }
+            if (cell < TOKENS * TOKENS) solve[cell] = m, reply[cell] = n;
+        }
+    }
     block_sync();
 
-    // gates of token `lane`, which of record `lane` in order of age
-    float gate = 0.f, beta = 0.f;
-    const float rate = DELTA ? 1.f : A;
-    if (is_token) {
-        if (!KDA) {
-            gate = scalar(raw_gate, p.g_type) + bias;
-            if (DELTA ? p.A != 0 : p.softplus != 0) gate = softplus(gate);
-            if (DELTA && p.A) gate *= -expf(A);
-            if (owns_gates && warp == 0) g_ring[ring_row(hist + lane)] = gate;
-        }
-        if (DELTA) {
-            beta = scalar(raw_beta, p.beta_type);
-            if (p.A) beta = sigmoid(beta);
-        }
-    }
-    float total = 1.f, weight = 1.f, path = 0.f;  // of the checkpoint; of the record in row `lane`, of token `lane`
-    if (!KDA) {
-        const float aged = shuffle(ring_gate, ring_row(lane)), old = lane < hist ? aged : 0.f;
-        const float later = shuffle(old, (lane + 1) & 31);
-        const float reach = sum_from(lane == 31 ? 0.f : later, lane);
-        total = expf(rate * (shuffle(old, 0) + shuffle(reach, 0)));
-        const float mine = DELTA ? expf(reach) : old * expf(rate * reach);
-        weight = shuffle(mine, age & 31);
-        path = TOKENS == 1 ? gate : sum_to(gate, lane);
-    }
-    if (DELTA && p.l2norm) weight *= record_norms[lane];
-    const float grown = KDA ? 1.f : expf(rate * path);
-
-    // columns: their factor, and what they have in common with record `lane`
-    float x[COLUMNS][4], record[COLUMNS], factor[COLUMNS];
+    // columns, and what they have in common with the record in row `lane`
+    const float total = betas[8], weight = DELTA && p.l2norm ? weights[lane] * norms[lane] : weights[lane];
+    float x[COLUMNS][4], record[COLUMNS];
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
-        const bool query = !DELTA || i >= TOKENS;
-        const int t = i % TOKENS, column = DELTA && query ? 8 + t : t;
-        const float norm = DELTA && p.l2norm ? norms[column] : 1.f;
-        factor[i] = norm * (DELTA && query ? p.scale : 1.f) * shuffle(grown, t);
-        record[i] = lives ? scores[column * SCORE_STRIDE + lane] * weight : 0.f;
+        record[i] = lives ? scores[at(i) * SCORE_STRIDE + lane] * weight : 0.f;
         if (KDA) {
             const float4 y = *(const float4*)(columns_of(i) + 4 * lane);
             const float4 w = *(const float4*)(columns_of(2) + 4 * lane);
@@ -358,39 +415,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         }
     }
 
-    // tokens upon tokens: the triangular system, and what outputs take of its solution
-    float* const solve = (float*)(shared_memory + AT_SOLVE);
-    float* const reply = (float*)(shared_memory + AT_REPLY);
-    if (TOKENS > 1) {
-        const int cell = 32 * warp + lane, s = cell / TOKENS, j = cell % TOKENS;
-        float between = 0.f;
-#pragma unroll
-        for (int t = 1; t < TOKENS; t++) {
-            const float y = shuffle(gate, t);
-            if (t > j && t <= s) between += y;
-        }
-        const float beta_s = shuffle(beta, s & 31), gate_j = shuffle(gate, j);
-        if (cell < TOKENS * TOKENS) {
-            const bool inside = j <= s && s < count, normed = DELTA && p.l2norm;
-            const float decay = inside ? expf(rate * between) : 0.f, key_norm = normed ? norms[j] : 1.f;
-            float m = 0.f, n = 0.f;
-            if (inside) {
-                n = pairs[(DELTA ? 8 + s : s) * 8 + j] * decay;
-                n *= DELTA ? (normed ? norms[8 + s] : 1.f) * p.scale * key_norm : gate_j;
-                if (DELTA && j < s)
-                    m = pairs[s * 8 + j] * decay * beta_s * (normed ? norms[s] : 1.f) * key_norm;
-            }
-            solve[cell] = m, reply[cell] = n;
-        }
-        block_sync();
-    }
-
 #if STOCHASTIC
     const i64 seed = *p.rand_seed;
 #else
     const i64 seed = 0;
 #endif
+#if TOKENS > 1
     float* const y_rows = (float*)(shared_memory + AT_Y) + warp * MINE * Y_STRIDE;
+#endif
 #pragma unroll
     for (int q = 0; q < GROUPS; q++) {
         float u[4], sums[4 * COLUMNS];
@@ -403,61 +435,58 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
             for (int i = 0; i < COLUMNS; i++)
                 sums[r * COLUMNS + i] = fmaf(total, product_of(s, x[i]), u[r] * record[i]);
         }
+        // a lane solves for one value row of the four; of the tokens' outputs it has one
         constexpr int N = 4 * COLUMNS < 32 ? 4 * COLUMNS : 32;
+        float mine = 0.f, answer = 0.f;
+        const int v = v_warp + 4 * q + own_row;
+#if TOKENS == 1
+        const float y = scatter<N>(sums, lane), other = DELTA ? shuffle_xor(y, 1) : y;
+        mine = scalar(raw_value[q][0], 1);
+        if (DELTA) mine = betas[0] * (mine - factors[0] * y);
+        answer = fmaf(reply[0], mine, factors[DELTA ? QUERIES : 0] * other);
+#else
 #pragma unroll
-        for (int half = 0; half < 4 * COLUMNS / N; half++) {
-            float part_of[N];
+        for (int part = 0; part < 4 * COLUMNS / N; part++) {
+            float these[N];
 #pragma unroll
-            for (int i = 0; i < N; i++) part_of[i] = sums[half * N + i];
-            const float y = scatter<N>(part_of, lane);
-            const int at = half * N + lane;
-            if (lane < N) y_rows[(4 * q + at / COLUMNS) * Y_STRIDE + at % COLUMNS] = y;
+            for (int i = 0; i < N; i++) these[i] = sums[part * N + i];
+            const float y = scatter<N>(these, lane);
+            const int place = part * N + lane;
+            if (lane < N) y_rows[(4 * q + place / COLUMNS) * Y_STRIDE + place % COLUMNS] = y;
         }
         warp_sync();
-
-        // a lane solves for value row c of the four; of the tokens' outputs it has that of token g
-        const float* const y = y_rows + (4 * q + c) * Y_STRIDE;
-        const int v = v_warp + 4 * q + c;
-        const bool inside = V % ROWS == 0 || v < V;
-        float mine = 0.f, answer = 0.f, updates[TOKENS];
+        const float* const y = y_rows + (4 * q + own_row) * Y_STRIDE;
+        float updates[TOKENS];
 #pragma unroll
         for (int s = 0; s < TOKENS; s++) {
             float z = scalar(raw_value[q][s], 1);
             if (DELTA) {
-                z = shuffle(beta, s) * (z - factor[s] * y[s]);
+                z = betas[s] * (z - factors[s] * y[s]);
 #pragma unroll
                 for (int j = 0; j < s; j++) z -= solve[s * TOKENS + j] * updates[j];
             }
             updates[s] = z;
-            if (s == g) mine = z;
+            if (s == own_token) mine = z;
         }
-        float own_factor = factor[DELTA ? TOKENS : 0];
+        const int query = (DELTA ? TOKENS : 0) + own_token;
+        answer = own_token < TOKENS ? factors[(DELTA ? QUERIES : 0) + own_token] * y[query] : 0.f;
 #pragma unroll
-        for (int s = 1; s < TOKENS; s++)
-            if (s == g) own_factor = factor[DELTA ? TOKENS + s : s];
-        const int token = g < TOKENS ? g : 0;
-        answer = own_factor * y[(DELTA ? TOKENS : 0) + token];
-        if (TOKENS == 1) {
-            const float normed = DELTA && p.l2norm ? norms[0] * norms[8] : 1.f;
-            const float common = DELTA ? pairs[8 * 8] * normed * p.scale : pairs[0] * shuffle(gate, 0);
-            answer = fmaf(common, updates[0], answer);
-        } else {
-#pragma unroll
-            for (int j = 0; j < TOKENS; j++) answer = fmaf(reply[token * TOKENS + j], updates[j], answer);
-        }
+        for (int j = 0; j < TOKENS; j++)
+            if (own_token < TOKENS) answer = fmaf(reply[own_token * TOKENS + j], updates[j], answer);
+#endif
         if (!DELTA) answer = fmaf(skip, mine, answer);
-        if (g < TOKENS && g < written && inside) {
-            if (!DELTA && p.z_in && g < count) {
-                const float z = scalar(
-                    fetch_scalar(p.z_in, batch * p.b_z + (first + g) * p.t_z + (i64)head * V + v, 1, true), 1);
+        if (own_token < written && (V % ROWS == 0 || v < V)) {
+            const bool is_live = own_token < count;
+            if (!DELTA && p.z_in && is_live) {
+                const i64 place = batch * p.b_z + (first + own_token) * p.t_z + (i64)head * V + v;
+                const float z = scalar(fetch_scalar(p.z_in, place, 1, true), 1);
                 answer *= z * sigmoid(z);
             }
-            *(u16*)(out_row + (g * p.t_out + v) * ACT_BYTES) = float_to_bfloat(g < count ? answer : 0.f);
-            if (g < count) {
-                char* const to = u_ring + ((i64)ring_row(hist + g) * V + v) * U_BYTES;
-                if (DELTA) *(float*)to = mine;
-                else *(u16*)to = (u16)(bits(mine) >> 16);
-            }
+            *(u16*)(out_row + (own_token * p.t_out + v) * ACT_BYTES) =
+                float_to_bfloat(is_live ? answer : 0.f);
+            char* const to = u_ring + ((i64)ring_row(hist + own_token) * V + v) * U_BYTES;
+            if (is_live && DELTA) *(float*)to = mine;
+            if (is_live && !DELTA) *(u16*)to = (u16)(bits(mine) >> 16);
         }
         if (flush) {
             float folded[4][4], weighted[4];
@@ -466,8 +495,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
                 widen(checkpoint[4 * q + r], folded[r]);
                 weighted[r] = u[r] * weight;
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    folded[r][e] *= KDA ? columns_of(2)[4 * lane + e] : total;
+                for (int e = 0; e < 4; e++) folded[r][e] *= KDA ? columns_of(2)[4 * lane + e] : total;
             }
 #pragma unroll 4
             for (int j = 0; j < hist; j++) {
