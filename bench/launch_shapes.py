@@ -33,9 +33,12 @@ from replayssm.kernels import cuda_backend
 from replayssm.kernels.cuda_backend import build
 from replayssm.kernels.cuda_backend.build import UNIT, Config
 from replayssm.kernels.cuda_backend.cut import LARGE, TABLE, Cut, config, shape_key
+from replayssm.kernels.step_index import StepIndex
 
 GEOMETRIES = ("gdn-hv64", "mamba2-128x64", "kda-32", "mamba2-96x80")
 TOKENS = (1, 4, 8)
+INDEX = StepIndex(state_indices=torch.empty(0, dtype=torch.int32))
+"""An index of the kind that the timed steps have."""
 NOTICEABLE = 0.99
 """A smaller share must take at most this part of a larger one's time to be worth its work."""
 

@@ -207,7 +207,9 @@ def _step(
     params.pad_slot, params.layer = index.pad_slot_id, layer
     compiled = next(n for n in (1, 4, 8, 16) if tokens <= n)
     share = cut(rule, V, compiled, batch * HV, _gpu(out.device))
-    compiled_for = config(share, rule, V, HV // H, state.dtype, compiled, window, R, rand_seed is not None)
+    compiled_for = config(
+        share, rule, V, HV // H, state.dtype, compiled, window, R, rand_seed is not None, index
+    )
     programs = HV * -(-V // (UNIT * share.units))
     params.turns = (
         compiled_for.warps == 1

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from replayssm.core.geometry import Rule
+from replayssm.kernels.step_index import StepIndex
 
 try:
     from cuda.bindings import driver, nvrtc
@@ -114,8 +115,39 @@ class StepConfig:
 
 
 @dataclass(frozen=True)
+class IndexKinds:
+    """Kinds of a step's index tensors: 0 none, 1 int32, 2 int64.
+
+    Attributes:
+        state: slots of the state.
+        ring: slots of the ring.
+        lens: tokens of the rows.
+        varlen: whether those are sums (`cu_seqlens`).
+    """
+
+    state: int
+    ring: int
+    lens: int
+    varlen: bool
+
+    @classmethod
+    def of(cls, index: StepIndex) -> IndexKinds:
+        """Those of a step."""
+        lens = index.draft_lens if index.cu_seqlens is None else index.cu_seqlens
+        state, ring, own = (
+            0 if tensor is None else 1 + (tensor.dtype is torch.int64)
+            for tensor in (index.state_indices, index.ring_indices, lens)
+        )
+        return cls(state, ring, own, index.cu_seqlens is not None)
+
+
+@dataclass(frozen=True)
 class SmallConfig:
-    """What `small.cu` knows at compile time, likewise."""
+    """What `small.cu` knows at compile time, likewise.
+
+    Attributes:
+        index: kinds of the step's index tensors.
+    """
 
     rule: Rule
     value_dim: int
@@ -125,6 +157,7 @@ class SmallConfig:
     ring: int
     rows: int
     stochastic: bool
+    index: IndexKinds
     source: ClassVar[str] = "small.cu"
     warps: ClassVar[int] = 4
     fills: ClassVar[bool] = False
@@ -135,6 +168,8 @@ class SmallConfig:
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
             "STATE": TYPES[self.state_dtype], "WARPS": self.warps, "TOKENS": self.tokens,
             "RING": self.ring, "ROWS": self.rows, "STOCHASTIC": int(self.stochastic),
+            "STATE_INDEX": self.index.state, "RING_INDEX": self.index.ring, "LENS": self.index.lens,
+            "VARLEN": int(self.index.varlen),
         })  # fmt: skip
 
     @property

@@ -274,37 +274,8 @@ DEVICE u16 stochastic_half(float x, u32 word) {
 DEVICE float first_stored(u32 w) { return STATE == 1 ? first_of(w) : half_to_float((u16)w); }
 DEVICE float second_stored(u32 w) { return STATE == 1 ? second_of(w) : half_to_float((u16)(w >> 16)); }
 
-// ---- the row ----
-
-struct Where {  // of a row: its slots, its tokens' place among packed ones and number, its cursors
-    i64 slot, ring, first;
-    int count, start, hist;
-};
+// ---- indices ----
 
 DEVICE i64 index_at(const void* p, int at, int wide) {
     return wide ? ((const i64*)p)[at] : ((const int*)p)[at];
-}
-
-struct Seat {  // a row in its turn, where rows take turns with its slot and cursors
-    int row, slot, start, hist;
-};
-
-DEVICE bool takes_turns(const Params& p) { return DELTA && p.turns; }
-
-DEVICE Where locate(const Params& p, const Seat& seat) {
-    const int b = seat.row;
-    Where x;
-    x.slot = takes_turns(p) ? seat.slot : p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
-    x.ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : x.slot;
-    const bool live = x.slot >= 0 && x.ring >= 0 && !(p.state_indices && x.slot == p.pad_slot);
-    x.start = !live ? 0 : takes_turns(p) ? seat.start : p.ring_start[x.ring];
-    x.hist = !live ? 0 : takes_turns(p) ? seat.hist : p.hist_len[x.ring];
-    x.first = 0;
-    i64 n = p.T;
-    if (p.lens) {
-        n = index_at(p.lens, b, p.wide_lens);
-        if (p.varlen) x.first = n, n = index_at(p.lens, b + 1, p.wide_lens) - n;
-    }
-    x.count = !live || n < 0 ? 0 : n < p.T ? (int)n : p.T;
-    return x;
 }

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.cuda_backend.build import UNIT, Config, SmallConfig, StepConfig
+from replayssm.kernels.cuda_backend.build import UNIT, Config, IndexKinds, SmallConfig, StepConfig
+from replayssm.kernels.step_index import StepIndex
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def config(
     window: int,
     ring: int,
     stochastic: bool,
+    index: StepIndex,
 ) -> Config:
     """What a step is compiled for; of four warps only where `small.cu` serves it.
 
@@ -89,11 +91,13 @@ def config(
         window: `L`.
         ring: rows of the ring, `R`.
         stochastic: whether the checkpoint is rounded stochastically.
+        index: whose rows it serves.
     """
     kda = rule is Rule.KDA
     if share.warps > 1 and ring <= MOST_RING and tokens <= (1 if kda else 8):
         rows = UNIT * share.units
         held = -(-ring // 4) * 4 if kda else MOST_RING
-        return SmallConfig(rule, value_dim, group, state_dtype, tokens, held, rows, stochastic)
+        kinds = IndexKinds.of(index)
+        return SmallConfig(rule, value_dim, group, state_dtype, tokens, held, rows, stochastic, kinds)
     records = 2 if window <= 16 else 4
     return StepConfig(rule, value_dim, group, state_dtype, tokens, records, share.units, stochastic)

@@ -95,6 +95,30 @@ DEVICE void load_matrices(u32 (&x)[4], const void* row) {
                  : "memory");
 }
 
+// Loads that stay where they stand, so that they are on their way before anything is waited for.
+DEVICE u16 issue2(const void* p) {
+    u16 x;
+    asm volatile("ld.global.b16 %0, [%1];" : "=h"(x) : "l"(p));
+    return x;
+}
+DEVICE u32 issue4(const void* p) {
+    u32 x;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
+DEVICE uint2 issue8(const void* p) {
+    uint2 x;
+    asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    return x;
+}
+DEVICE uint4 issue16(const void* p) {
+    uint4 x;
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p));
+    return x;
+}
+
 // 16 bytes to shared memory without registers; zeros where `inside` is false.
 DEVICE void copy_async(void* shared, const void* global, bool inside) {
     u32 to = (u32)__cvta_generic_to_shared(shared);

@@ -8,7 +8,8 @@
 // makes them on plain lanes. Checkpoint, records and tokens meet in fp32.
 //
 // Compile-time, besides those of common.cuh: WARPS (4), TOKENS (1, 4 or 8, the most a row brings; KDA: 1),
-// RING (rows of the ring at most, a multiple of 4 to 32), ROWS (16 or 32).
+// RING (rows of the ring at most, a multiple of 4 to 32), ROWS (16 or 32), STATE_INDEX, RING_INDEX, LENS,
+// VARLEN.
 //
 // Layouts. Of a row of keys or of the state a lane holds channels 4 lane .. 4 lane + 3. Of the ring it holds
 // row `lane`, of the step token `lane`. In the products of scores a lane is (g, c) = (lane / 4, lane % 4): of
@@ -61,6 +62,24 @@ DEVICE float scatter(float (&x)[N], int lane) {
     return y;
 }
 
+// A scalar of any type, to be converted where it is used.
+DEVICE u32 issue_scalar(const void* p, i64 at, int type) {
+    if (!p) return 0;
+    return type == 0 ? issue4((const u32*)p + at) : issue2((const u16*)p + at);
+}
+// An index, likewise.
+DEVICE i64 issue_index(const void* p, int at, int kind) {
+    if (kind == 1) return (int)issue4((const int*)p + at);
+    const uint2 x = issue8((const i64*)p + at);
+    return (i64)((u64)x.y << 32 | x.x);
+}
+DEVICE Row issue_row(const char* p, int c) {
+    Row x;
+#pragma unroll
+    for (int i = 0; i < 4; i++) x.block[i] = issue16(p + (32 * i + 8 * c) * ACT_BYTES);
+    return x;
+}
+
 DEVICE float product_of(const float (&x)[4], const float (&y)[4]) {
     return fmaf(x[0], y[0], fmaf(x[1], y[1], fmaf(x[2], y[2], x[3] * y[3])));
 }
@@ -69,14 +88,14 @@ DEVICE float product_of(const float (&x)[4], const float (&y)[4]) {
 struct Stored {
     uint4 x;
 };
-DEVICE Stored load_state(const char* at, bool inside) {
+DEVICE Stored issue_state(const char* at, bool inside) {
     Stored s;
     s.x = make_uint4(0, 0, 0, 0);
     if (!inside) return s;
     if (STATE == 0) {
-        s.x = *(const uint4*)at;
+        s.x = issue16(at);
     } else {
-        const uint2 y = *(const uint2*)at;
+        const uint2 y = issue8(at);
         s.x.x = y.x, s.x.y = y.y;
     }
     return s;
@@ -119,12 +138,76 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
     const int part = grid_x() % PARTS, head = grid_x() / PARTS, key_head = head / GROUP;
     const int v_warp = part * ROWS + warp * MINE;
 
-    // the row
-    const Where where = locate(p, {b, 0, 0, 0});
-    const i64 slot = where.slot, ring = where.ring, first = where.first;
-    const int count = where.count, start = where.start, hist = where.hist;
-    const int written = p.varlen ? count : p.T;  // tokens whose output this row owns
-    const i64 batch = p.varlen ? 0 : b;
+    // the row, and its tokens
+    i64 slot = b, first = 0, tokens = p.T;
+    if (STATE_INDEX) slot = issue_index(p.state_indices, b, STATE_INDEX);
+    i64 ring = slot;
+    if (RING_INDEX) ring = issue_index(p.ring_indices, b, RING_INDEX);
+    if (LENS) {
+        tokens = issue_index(p.lens, b, LENS);
+        if (VARLEN) first = tokens, tokens = issue_index(p.lens, b + 1, LENS) - first;
+        tokens = tokens < 0 ? 0 : tokens < p.T ? tokens : p.T;
+    }
+    const int brought = (int)tokens;
+    const i64 batch = VARLEN ? 0 : b, from = VARLEN && brought == 0 ? 0 : first;
+    // A token that is not there is read as the last one that is: nothing asks for what comes of it.
+    auto token = [&](int t) { return TOKENS == 1 || brought == 0 ? 0 : t < brought ? t : brought - 1; };
+    const char* const q_row =
+        (const char*)p.q_in + (batch * p.b_q + from * p.t_q + (i64)key_head * K) * ACT_BYTES;
+    const char* const k_row =
+        (const char*)p.k_in + (batch * p.b_k + from * p.t_k + (i64)key_head * K) * ACT_BYTES;
+    const char* const v_row =
+        (const char*)p.v_in + (batch * p.b_v + from * p.t_v + (i64)head * V) * ACT_BYTES;
+    uint2 raw_x[COLUMNS];  // this lane's channels of the columns
+#if RULE != 2
+    const bool shares_tokens = warp == WARPS - 1;
+    const bool key_first = DELTA && (!ONE_TILE || g < QUERIES);
+    const int column_token = token(ONE_TILE && DELTA ? g % QUERIES : g);
+    const Row first_columns = issue_row(
+        key_first ? k_row + column_token * p.t_k * ACT_BYTES : q_row + column_token * p.t_q * ACT_BYTES, c);
+    Row second_columns = first_columns, drafts = first_columns;
+    if (DELTA && !ONE_TILE) second_columns = issue_row(q_row + column_token * p.t_q * ACT_BYTES, c);
+    if (!DELTA && shares_tokens) drafts = issue_row(k_row + column_token * p.t_k * ACT_BYTES, c);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) {
+        const bool query = !DELTA || i >= TOKENS;
+        const int t = token(i % TOKENS);
+        raw_x[i] = issue8((query ? q_row + t * p.t_q * ACT_BYTES : k_row + t * p.t_k * ACT_BYTES) + 8 * lane);
+    }
+#else
+    const int channel = 32 * warp + lane;
+    const u32 raw_decay =
+        issue_scalar(p.g_in, batch * p.b_g + from * p.t_g + (i64)head * K + channel, p.g_type);
+    const u32 channel_bias = issue_scalar(p.dt_bias, (i64)head * K + channel, p.bias_type);
+    const u32 key_here = issue2(k_row + 2 * channel), query_here = issue2(q_row + 2 * channel);
+#endif
+    // of each four value rows the one that the lane solves for, and the token whose output it has
+    const int own_row = TOKENS > 1 ? c : DELTA ? lane >> 1 & 3 : c;
+    const int own_token = TOKENS > 1 ? g : DELTA ? (lane & 1) + (lane >> 3) : g;
+    u32 raw_value[GROUPS][TOKENS];
+#pragma unroll
+    for (int q = 0; q < GROUPS; q++) {
+        const int v = v_warp + 4 * q + own_row, held = V % ROWS == 0 || v < V ? v : 0;
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++)
+            raw_value[q][t] = issue2(v_row + (token(t) * p.t_v + held) * ACT_BYTES);
+    }
+    u32 raw_gate = 0, raw_beta = 0, raw_bias = 0, raw_A = KDA ? issue_scalar(p.A, head, p.A_type) : 0;
+    if (warp == WARPS - 1) {
+        const int t = token(lane);
+        if (!KDA) {
+            raw_gate = issue_scalar(p.g_in, batch * p.b_g + (from + t) * p.t_g + head, p.g_type);
+            raw_bias = issue_scalar(p.dt_bias, head, p.bias_type);
+            raw_A = issue_scalar(p.A, head, p.A_type);
+        }
+        if (DELTA)
+            raw_beta = issue_scalar(p.beta_in, batch * p.b_beta + (from + t) * p.t_beta + head, p.beta_type);
+    }
+    const float skip = DELTA ? 0.f : scalar(issue_scalar(p.D, head, p.D_type), p.D_type);
+
+    const bool alive = slot >= 0 && ring >= 0 && !(STATE_INDEX && slot == p.pad_slot);
+    const int count = alive ? brought : 0;
+    const int written = VARLEN ? count : p.T;  // tokens whose output this row owns
     char* const out_row = (char*)p.out + (batch * p.b_out + first * p.t_out + (i64)head * V) * ACT_BYTES;
     if (count == 0) {
         const int v = v_warp + lane;
@@ -133,47 +216,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         return;
     }
 
-    // everything is on its way before anything is waited for
+    // checkpoint and ring; rows of the ring that are not there are read as its last one, likewise
+    const int start = (int)issue4(p.ring_start + ring), hist = (int)issue4(p.hist_len + ring);
     char* const head_state = (char*)p.state + (slot * p.s_state + (i64)head * V * K) * STATE_BYTES;
-    const char* const q_row =
-        (const char*)p.q_in + (batch * p.b_q + first * p.t_q + (i64)key_head * K) * ACT_BYTES;
-    const char* const k_row =
-        (const char*)p.k_in + (batch * p.b_k + first * p.t_k + (i64)key_head * K) * ACT_BYTES;
-    const char* const v_row =
-        (const char*)p.v_in + (batch * p.b_v + first * p.t_v + (i64)head * V) * ACT_BYTES;
     char* const k_ring = (char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
     char* const u_ring = (char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES;
     float* const g_ring = (float*)p.g + ring * p.s_g + head * p.h_g;
     const bool owns_gates = part == 0, owns_keys = part == 0 && head % GROUP == 0;
     const bool in_ring = lane < p.R, is_token = lane < count;
-    float* const scores = (float*)(shared_memory + AT_SCORES);   // of a column at(i) and a row of the ring
-    float* const weights = (float*)(shared_memory + AT_WEIGHT);  // of rows of the ring, but for
-    float* const norms = (float*)(shared_memory + AT_NORM);      // their keys' inverse norms
-    float* const pairs = (float*)(shared_memory + AT_PAIRS);     // of a column at(i) and a token's key
-    float* const factors = (float*)(shared_memory + AT_FACTOR);  // of columns
-    float* const betas = (float*)(shared_memory + AT_BETA);      // of tokens; then the checkpoint's decay
-    float* const solve = (float*)(shared_memory + AT_SOLVE);     // the triangular system
-    float* const reply = (float*)(shared_memory + AT_REPLY);     // what outputs take of its solution
-
-    Stored checkpoint[MINE];
-#pragma unroll
-    for (int r = 0; r < MINE; r++)
-        checkpoint[r] = load_state(head_state + ((i64)(v_warp + r) * K + 4 * lane) * STATE_BYTES,
-                                   V % ROWS == 0 || v_warp + r < V);
-#if RULE != 2
-    const bool scores_records = 8 * warp < p.R, shares_tokens = warp == WARPS - 1;
-    const bool key_first = DELTA && (!ONE_TILE || g < QUERIES);
-    const int token_of = ONE_TILE && DELTA ? g % QUERIES : g;
-    const Row first_columns =
-        load_row(key_first ? k_row + token_of * p.t_k * ACT_BYTES : q_row + token_of * p.t_q * ACT_BYTES,
-                 token_of < count, c);
-    Row second_columns = first_columns, drafts = first_columns;
-    if (DELTA && !ONE_TILE) second_columns = load_row(q_row + g * p.t_q * ACT_BYTES, g < count, c);
-    if (!DELTA && shares_tokens) drafts = load_row(k_row + g * p.t_k * ACT_BYTES, g < count, c);
-    const Row keys = load_row(k_ring + (8 * warp + g) * (K * ACT_BYTES), 8 * warp + g < p.R, c);
-#else
+    const int ring_lane = in_ring ? lane : p.R - 1;
+#if RULE == 2
     unsigned char* const ring_keys = shared_memory + AT_KEYS;
-    const int channel = 32 * warp + lane;
 #pragma unroll
     for (int i = 0; i < RING / 4; i++) {
         const int row = warp + 4 * i;
@@ -183,57 +236,41 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
                        k_ring + (row * K + 8 * lane) * ACT_BYTES, row < p.R);
     }
     copies_commit();
-    const u32 raw_decay =
-        fetch_scalar(p.g_in, batch * p.b_g + first * p.t_g + (i64)head * K + channel, p.g_type, true);
-    const u32 channel_bias = fetch_scalar(p.dt_bias, (i64)head * K + channel, p.bias_type, true);
-    const u32 key_here = ((const u16*)k_row)[channel], query_here = ((const u16*)q_row)[channel];
+#else
+    const bool scores_records = 8 * warp < p.R;
+    const int key_row = 8 * warp + g < p.R ? 8 * warp + g : p.R - 1;
+    const Row keys = issue_row(k_ring + (u32)(key_row * (K * ACT_BYTES)), c);
 #endif
+    float ring_gate = 0.f;
+    if (!KDA && warp == WARPS - 1) ring_gate = real(issue4(g_ring + ring_lane));
+    Stored checkpoint[MINE];
+#pragma unroll
+    for (int r = 0; r < MINE; r++)
+        checkpoint[r] = issue_state(head_state + (u32)(((v_warp + r) * K + 4 * lane) * STATE_BYTES),
+                                    V % ROWS == 0 || v_warp + r < V);
     u32 raw_u[GROUPS][4];  // of record `lane`, this warp's rows
 #pragma unroll
     for (int q = 0; q < GROUPS; q++) {
-        const int v = v_warp + 4 * q;
-        const char* const from = u_ring + ((i64)lane * V + v) * U_BYTES;
-        const bool inside = in_ring && (V % ROWS == 0 || v < V);
-        const uint4 y = DELTA ? load8(from, inside) : make_uint4(0, 0, 0, 0);
-        const uint2 z = DELTA ? make_uint2(0, 0) : load4(from, inside);
-        raw_u[q][0] = DELTA ? y.x : z.x << 16, raw_u[q][1] = DELTA ? y.y : z.x & 0xffff0000u;
-        raw_u[q][2] = DELTA ? y.z : z.y << 16, raw_u[q][3] = DELTA ? y.w : z.y & 0xffff0000u;
-    }
-    float ring_gate = 0.f;
-    u32 raw_gate = 0, raw_beta = 0, raw_A = 0, raw_bias = 0;
-    if (warp == WARPS - 1) {
-        if (!KDA) {
-            if (in_ring) ring_gate = g_ring[lane];
-            raw_gate =
-                fetch_scalar(p.g_in, batch * p.b_g + (first + lane) * p.t_g + head, p.g_type, is_token);
-            raw_A = fetch_scalar(p.A, head, p.A_type, true);
-            raw_bias = fetch_scalar(p.dt_bias, head, p.bias_type, true);
+        const int v = v_warp + 4 * q, held = V % ROWS == 0 || v < V ? v : 0;
+        const char* const here = u_ring + (u32)((ring_lane * V + held) * U_BYTES);
+        if (DELTA) {
+            const uint4 y = issue16(here);
+            raw_u[q][0] = y.x, raw_u[q][1] = y.y, raw_u[q][2] = y.z, raw_u[q][3] = y.w;
+        } else {
+            const uint2 y = issue8(here);
+            raw_u[q][0] = y.x << 16, raw_u[q][1] = y.x & 0xffff0000u;
+            raw_u[q][2] = y.y << 16, raw_u[q][3] = y.y & 0xffff0000u;
         }
-        if (DELTA)
-            raw_beta = fetch_scalar(p.beta_in, batch * p.b_beta + (first + lane) * p.t_beta + head,
-                                    p.beta_type, is_token);
     }
-    const float skip = DELTA ? 0.f : scalar(fetch_scalar(p.D, head, p.D_type, true), p.D_type);
-    uint2 raw_x[COLUMNS];  // this lane's channels of the columns
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i++) {
-        const bool query = !DELTA || i >= TOKENS;
-        const int t = i % TOKENS;
-        raw_x[i] = load4(
-            (query ? q_row + t * p.t_q * ACT_BYTES : k_row + t * p.t_k * ACT_BYTES) + 4 * lane * ACT_BYTES,
-            !KDA && t < count);
-    }
-    // of each four value rows the one that the lane solves for, and the token whose output it has
-    const int own_row = TOKENS > 1 ? c : DELTA ? lane >> 1 & 3 : c;
-    const int own_token = TOKENS > 1 ? g : DELTA ? (lane & 1) + (lane >> 3) : g;
-    u32 raw_value[GROUPS][TOKENS];
-#pragma unroll
-    for (int q = 0; q < GROUPS; q++)
-#pragma unroll
-        for (int t = 0; t < TOKENS; t++) {
-            const int v = v_warp + 4 * q + own_row;
-            raw_value[q][t] = fetch_scalar(v_row, t * p.t_v + v, 1, t < count && (V % ROWS == 0 || v < V));
-        }
+
+    float* const scores = (float*)(shared_memory + AT_SCORES);   // of a column at(i) and a row of the ring
+    float* const weights = (float*)(shared_memory + AT_WEIGHT);  // of rows of the ring, but for
+    float* const norms = (float*)(shared_memory + AT_NORM);      // their keys' inverse norms
+    float* const pairs = (float*)(shared_memory + AT_PAIRS);     // of a column at(i) and a token's key
+    float* const factors = (float*)(shared_memory + AT_FACTOR);  // of columns
+    float* const betas = (float*)(shared_memory + AT_BETA);      // of tokens; then the checkpoint's decay
+    float* const solve = (float*)(shared_memory + AT_SOLVE);     // the triangular system
+    float* const reply = (float*)(shared_memory + AT_REPLY);     // what outputs take of its solution
     auto ring_row = [&](int j) {
         const int row = start + j;
         return row >= p.R ? row - p.R : row;
@@ -283,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
     {
         float log_decay = scalar(raw_decay, p.g_type) + scalar(channel_bias, p.bias_type);
         if (p.A) {
-            const float speed = expf(scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type));
+            const float speed = expf(scalar(raw_A, p.A_type));
             log_decay =
                 p.bounded ? p.bound * fast_sigmoid(speed * log_decay) : -speed * fast_softplus(log_decay);
         }

@@ -8,8 +8,8 @@
 // system) is worked out once. A row that must flush folds its records, of a delta rule `u` in fp32, while the
 // unit is still in shared memory.
 //
-// Compile-time, besides those of common.cuh: WARPS (1), TOKENS (1, 4, 8 or 16, the most a row brings), RECORDS
-// (8-record tiles of the window), UNITS, PROGRAMS (that a multiprocessor shall hold).
+// Compile-time, besides those of common.cuh: WARPS (1), TOKENS (1, 4, 8 or 16, the most a row brings),
+// RECORDS (8-record tiles of the window), UNITS, PROGRAMS (that a multiprocessor shall hold).
 //
 // Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of a unit it holds value rows 2g and 2g + 1, as rows g
 // and g + 8 of the operand. Of the key dimension it holds, in each block of 32, elements 8c .. 8c + 7;
@@ -192,6 +192,17 @@ DEVICE int pair_at(int s, int j, bool query) {
     return s == j ? first : first + 1 + 2 * (s - j - 1) + query;
 }
 
+struct Where {  // of a row: its slots, its tokens' place among packed ones and number, its cursors
+    i64 slot, ring, first;
+    int count, start, hist;
+};
+
+struct Seat {  // a row in its turn, where rows take turns with its slot and cursors
+    int row, slot, start, hist;
+};
+
+DEVICE bool takes_turns(const Params& p) { return DELTA && p.turns; }
+
 // The row that this program serves. Rows that flush take longer than others, so they are spread
 // over the first three quarters of the grid. Which rows count as such is a guess that all programs share
 // (every row has T tokens); what a row computes does not depend on it.
@@ -243,6 +254,24 @@ DEVICE Seat seat_in_turn(const Params& p, int lane) {
     }
     const int at = first_bit(votes((chosen >> lane & 1) && bit_count(chosen & ((1u << lane) - 1)) == local));
     return {group + at, shuffle(slot, at), shuffle(start, at), shuffle(hist, at)};
+}
+
+DEVICE Where locate(const Params& p, const Seat& seat) {
+    const int b = seat.row;
+    Where x;
+    x.slot = takes_turns(p) ? seat.slot : p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
+    x.ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : x.slot;
+    const bool live = x.slot >= 0 && x.ring >= 0 && !(p.state_indices && x.slot == p.pad_slot);
+    x.start = !live ? 0 : takes_turns(p) ? seat.start : p.ring_start[x.ring];
+    x.hist = !live ? 0 : takes_turns(p) ? seat.hist : p.hist_len[x.ring];
+    x.first = 0;
+    i64 n = p.T;
+    if (p.lens) {
+        n = index_at(p.lens, b, p.wide_lens);
+        if (p.varlen) x.first = n, n = index_at(p.lens, b + 1, p.wide_lens) - n;
+    }
+    x.count = !live || n < 0 ? 0 : n < p.T ? (int)n : p.T;
+    return x;
 }
 
 extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __grid_constant__ Params p) {

@@ -19,7 +19,7 @@ import torch
 from replayssm.core import Rule
 from replayssm.kernels import cuda_backend
 from replayssm.kernels.cuda_backend import build
-from replayssm.kernels.cuda_backend.build import UNIT, Params, Program, SmallConfig, StepConfig
+from replayssm.kernels.cuda_backend.build import UNIT, IndexKinds, Params, Program, SmallConfig, StepConfig
 from replayssm.kernels.cuda_backend.cut import Cut, cut
 
 cut_module = import_module("replayssm.kernels.cuda_backend.cut")
@@ -59,8 +59,17 @@ def test_params_are_those_of_the_source() -> None:
             {"WARPS": "1", "TOKENS": "8", "RECORDS": "2", "UNITS": "3"},
         ),
         (
-            SmallConfig(Rule.KDA, 96, 1, torch.float16, 1, 20, 32, True),
-            {"WARPS": "4", "TOKENS": "1", "RING": "20", "ROWS": "32"},
+            SmallConfig(Rule.KDA, 96, 1, torch.float16, 1, 20, 32, True, IndexKinds(2, 1, 1, True)),
+            {
+                "WARPS": "4",
+                "TOKENS": "1",
+                "RING": "20",
+                "ROWS": "32",
+                "STATE_INDEX": "2",
+                "RING_INDEX": "1",
+                "LENS": "1",
+                "VARLEN": "1",
+            },
         ),
     ],
 )
@@ -72,7 +81,7 @@ def test_defines(config: build.Config, own: dict[str, str]) -> None:
     assert values == {"RULE": "2", "V": "96", "GROUP": "1", "STATE": "2", "STOCHASTIC": "1", **own}
     said = re.findall(r"// Compile-time\b[^:]*: (.*?)\.\s", build.source(config).replace("\n// ", " "))
     assert len(said) == 2
-    names = set(re.findall(r"\b[A-Z]+\b", re.sub(r"\([^)]*\)", "", " ".join(said))))
+    names = set(re.findall(r"\b[A-Z_]+\b", re.sub(r"\([^)]*\)", "", " ".join(said))))
     assert names - {"PROGRAMS"} == set(values)
 
 

@@ -1,8 +1,9 @@
 // WARPS warps on a CPU: fibers that take turns, so that the CUDA source runs without a GPU.
 //
 // Every collective of a warp (shuffle, product, barrier) hands over to its next lane and returns once all its
-// lanes have come to it; the barrier of all warps then hands over to the next warp. A lane's asynchronous copies land only when it waits for them, so a missing wait or barrier
-// shows. A vector off its boundary ends the process.
+// lanes have come to it; the barrier of all warps then hands over to the next warp. A lane's asynchronous
+// copies land only when it waits for them, so a missing wait or barrier shows. A vector off its boundary ends
+// the process.
 
 #include <cmath>
 #include <cstdint>
@@ -234,6 +235,16 @@ DEVICE void load_matrices(u32 (&x)[4], const void* row) {
     warp::meet();
     for (int i = 0; i < 4; i++) x[i] = bits(posted()[8 * i + g][c]);
 }
+
+template <class T>
+DEVICE T issue(const void* p) {
+    if ((uintptr_t)p % sizeof(T)) abort();
+    return *(const T*)p;
+}
+DEVICE u16 issue2(const void* p) { return issue<u16>(p); }
+DEVICE u32 issue4(const void* p) { return issue<u32>(p); }
+DEVICE uint2 issue8(const void* p) { return issue<uint2>(p); }
+DEVICE uint4 issue16(const void* p) { return issue<uint4>(p); }
 
 DEVICE void copy_async(void* to, const void* from, bool inside) {
     if (((uintptr_t)to | (inside ? (uintptr_t)from : 0)) % 16) abort();
