@@ -98,22 +98,22 @@ DEVICE void load_matrices(u32 (&x)[4], const void* row) {
 // Loads that stay where they stand, so that they are on their way before anything is waited for.
 DEVICE u16 issue2(const void* p) {
     u16 x;
-    asm volatile("ld.global.b16 %0, [%1];" : "=h"(x) : "l"(p));
+    asm volatile("ld.relaxed.gpu.global.b16 %0, [%1];" : "=h"(x) : "l"(p));
     return x;
 }
 DEVICE u32 issue4(const void* p) {
     u32 x;
-    asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(p));
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(p));
     return x;
 }
 DEVICE uint2 issue8(const void* p) {
     uint2 x;
-    asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
     return x;
 }
 DEVICE uint4 issue16(const void* p) {
     uint4 x;
-    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "l"(p));
     return x;
