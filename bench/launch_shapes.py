@@ -67,7 +67,7 @@ def compiled(case: Case, share: Cut) -> Config:
     """What a step of the case is compiled for."""
     g = case.layer
     group, ring = g.value_heads // g.key_heads, case.layout.rows
-    return config(share, g.rule, g.value_dim, group, torch.float32, case.tokens, WINDOW, ring, False)
+    return config(share, g.rule, g.value_dim, group, torch.float32, case.tokens, WINDOW, ring, False, INDEX)
 
 
 def compile_one(job: tuple[Config, str]) -> None:
