@@ -73,10 +73,14 @@ DEVICE i64 issue_index(const void* p, int at, int kind) {
     const uint2 x = issue8((const i64*)p + at);
     return (i64)((u64)x.y << 32 | x.x);
 }
+template <bool ONCE>
 DEVICE Row issue_row(const char* p, int c) {
     Row x;
 #pragma unroll
-    for (int i = 0; i < 4; i++) x.block[i] = issue16(p + (32 * i + 8 * c) * ACT_BYTES);
+    for (int i = 0; i < 4; i++) {
+        const char* const block = p + (32 * i + 8 * c) * ACT_BYTES;
+        x.block[i] = ONCE ? issue16_once(block) : issue16(block);
+    }
     return x;
 }
 
@@ -93,9 +97,9 @@ DEVICE Stored issue_state(const char* at, bool inside) {
     s.x = make_uint4(0, 0, 0, 0);
     if (!inside) return s;
     if (STATE == 0) {
-        s.x = issue16(at);
+        s.x = issue16_once(at);
     } else {
-        const uint2 y = issue8(at);
+        const uint2 y = issue8_once(at);
         s.x.x = y.x, s.x.y = y.y;
     }
     return s;
@@ -163,11 +167,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
     const bool shares_tokens = warp == WARPS - 1;
     const bool key_first = DELTA && (!ONE_TILE || g < QUERIES);
     const int column_token = token(ONE_TILE && DELTA ? g % QUERIES : g);
-    const Row first_columns = issue_row(
+    const Row first_columns = issue_row<false>(
         key_first ? k_row + column_token * p.t_k * ACT_BYTES : q_row + column_token * p.t_q * ACT_BYTES, c);
     Row second_columns = first_columns, drafts = first_columns;
-    if (DELTA && !ONE_TILE) second_columns = issue_row(q_row + column_token * p.t_q * ACT_BYTES, c);
-    if (!DELTA && shares_tokens) drafts = issue_row(k_row + column_token * p.t_k * ACT_BYTES, c);
+    if (DELTA && !ONE_TILE) second_columns = issue_row<false>(q_row + column_token * p.t_q * ACT_BYTES, c);
+    if (!DELTA && shares_tokens) drafts = issue_row<false>(k_row + column_token * p.t_k * ACT_BYTES, c);
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
         const bool query = !DELTA || i >= TOKENS;
@@ -217,7 +221,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
     }
 
     // checkpoint and ring; rows of the ring that are not there are read as its last one, likewise
-    const int start = (int)issue4(p.ring_start + ring), hist = (int)issue4(p.hist_len + ring);
+    // (a lane has a cursor: what all lanes load alike the compiler waits for at once)
+    const int cursor = lane < 2 ? (int)issue4((lane ? p.hist_len : p.ring_start) + ring) : 0;
     char* const head_state = (char*)p.state + (slot * p.s_state + (i64)head * V * K) * STATE_BYTES;
     char* const k_ring = (char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
     char* const u_ring = (char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES;
@@ -239,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
 #else
     const bool scores_records = 8 * warp < p.R;
     const int key_row = 8 * warp + g < p.R ? 8 * warp + g : p.R - 1;
-    const Row keys = issue_row(k_ring + (u32)(key_row * (K * ACT_BYTES)), c);
+    const Row keys = issue_row<true>(k_ring + (u32)(key_row * (K * ACT_BYTES)), c);
 #endif
     float ring_gate = 0.f;
     if (!KDA && warp == WARPS - 1) ring_gate = real(issue4(g_ring + ring_lane));
@@ -254,10 +259,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         const int v = v_warp + 4 * q, held = V % ROWS == 0 || v < V ? v : 0;
         const char* const here = u_ring + (u32)((ring_lane * V + held) * U_BYTES);
         if (DELTA) {
-            const uint4 y = issue16(here);
+            const uint4 y = issue16_once(here);
             raw_u[q][0] = y.x, raw_u[q][1] = y.y, raw_u[q][2] = y.z, raw_u[q][3] = y.w;
         } else {
-            const uint2 y = issue8(here);
+            const uint2 y = issue8_once(here);
             raw_u[q][0] = y.x << 16, raw_u[q][1] = y.x & 0xffff0000u;
             raw_u[q][2] = y.y << 16, raw_u[q][3] = y.y & 0xffff0000u;
         }
@@ -271,6 +276,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
     float* const betas = (float*)(shared_memory + AT_BETA);      // of tokens; then the checkpoint's decay
     float* const solve = (float*)(shared_memory + AT_SOLVE);     // the triangular system
     float* const reply = (float*)(shared_memory + AT_REPLY);     // what outputs take of its solution
+    const int start = shuffle(cursor, 0), hist = shuffle(cursor, 1);
     auto ring_row = [&](int j) {
         const int row = start + j;
         return row >= p.R ? row - p.R : row;

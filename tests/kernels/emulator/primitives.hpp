@@ -245,6 +245,8 @@ DEVICE u16 issue2(const void* p) { return issue<u16>(p); }
 DEVICE u32 issue4(const void* p) { return issue<u32>(p); }
 DEVICE uint2 issue8(const void* p) { return issue<uint2>(p); }
 DEVICE uint4 issue16(const void* p) { return issue<uint4>(p); }
+DEVICE uint2 issue8_once(const void* p) { return issue<uint2>(p); }
+DEVICE uint4 issue16_once(const void* p) { return issue<uint4>(p); }
 
 DEVICE void copy_async(void* to, const void* from, bool inside) {
     if (((uintptr_t)to | (inside ? (uintptr_t)from : 0)) % 16) abort();
