@@ -17,12 +17,12 @@ from concurrent.futures import ProcessPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from gpu_tests import record
 
-from replayssm.cli.bench.cases import WINDOW, Case
+from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.contestant import Setup
 from replayssm.cli.bench.inputs import Inputs
 from replayssm.cli.bench.ours import Ours
@@ -32,13 +32,10 @@ from replayssm.core import traffic
 from replayssm.kernels import cuda_backend
 from replayssm.kernels.cuda_backend import build
 from replayssm.kernels.cuda_backend.build import UNIT, Config
-from replayssm.kernels.cuda_backend.cut import LARGE, TABLE, Cut, config, shape_key
-from replayssm.kernels.step_index import StepIndex
+from replayssm.kernels.cuda_backend.cut import LARGE, TABLE, Cut, serves_small, shape_key
 
 GEOMETRIES = ("gdn-hv64", "mamba2-128x64", "kda-32", "mamba2-96x80")
 TOKENS = (1, 4, 8)
-INDEX = StepIndex(state_indices=torch.empty(0, dtype=torch.int32))
-"""An index of the kind that the timed steps have."""
 NOTICEABLE = 0.99
 """A smaller share must take at most this part of a larger one's time to be worth its work."""
 
@@ -59,15 +56,24 @@ def shares(case: Case) -> list[Cut]:
     """A program's: a whole head, a half, and so on; then those that four warps share."""
     whole = -(-case.layer.value_dim // UNIT)
     single = sorted({-(-whole // parts) for parts in (1, 2, 4, 8)}, reverse=True)
-    small = (Cut(2, 4), Cut(1, 4))
-    return [Cut(units) for units in single] + [each for each in small if compiled(case, each).warps > 1]
+    small = [Cut(2, 4), Cut(1, 4)] if serves_small(case.rule, case.tokens, case.layout.rows) else []
+    return [Cut(units) for units in single] + small
 
 
 def compiled(case: Case, share: Cut) -> Config:
     """What a step of the case is compiled for."""
-    g = case.layer
-    group, ring = g.value_heads // g.key_heads, case.layout.rows
-    return config(share, g.rule, g.value_dim, group, torch.float32, case.tokens, WINDOW, ring, False, INDEX)
+    asked: list[Config] = []
+    states = torch.empty((1, case.batch, *case.layer.state_shape), device="cuda")
+
+    def program(config: Config, device: int) -> Mock:
+        asked.append(config)
+        return Mock()
+
+    setup = Setup(case, states, Inputs.allocate(case, states.device), "cuda")
+    with patch.object(cuda_backend, "cut", lambda *_: share), patch.object(cuda_backend, "program", program):
+        Ours(setup).launch(0)
+    [config] = asked
+    return config
 
 
 def compile_one(job: tuple[Config, str]) -> None:

@@ -208,7 +208,7 @@ def _step(
     compiled = next(n for n in (1, 4, 8, 16) if tokens <= n)
     share = cut(rule, V, compiled, batch * HV, _gpu(out.device))
     compiled_for = config(
-        share, rule, V, HV // H, state.dtype, compiled, window, R, rand_seed is not None, index
+        share, rule, V, HV // H, state.dtype, compiled, window, R, rand_seed is not None, params
     )
     programs = HV * -(-V // (UNIT * share.units))
     params.turns = (

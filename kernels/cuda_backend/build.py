@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.step_index import StepIndex
 
 try:
     from cuda.bindings import driver, nvrtc
@@ -114,81 +113,6 @@ class StepConfig:
         return shared + own + 4 * KEY_DIM * (1 + 2 * self.tokens + ring_keys)
 
 
-@dataclass(frozen=True)
-class IndexKinds:
-    """Kinds of a step's index tensors: 0 none, 1 int32, 2 int64.
-
-    Attributes:
-        state: slots of the state.
-        ring: slots of the ring.
-        lens: tokens of the rows.
-        varlen: whether those are sums (`cu_seqlens`).
-    """
-
-    state: int
-    ring: int
-    lens: int
-    varlen: bool
-
-    @classmethod
-    def of(cls, index: StepIndex) -> IndexKinds:
-        """Those of a step."""
-        lens = index.draft_lens if index.cu_seqlens is None else index.cu_seqlens
-        state, ring, own = (
-            0 if tensor is None else 1 + (tensor.dtype is torch.int64)
-            for tensor in (index.state_indices, index.ring_indices, lens)
-        )
-        return cls(state, ring, own, index.cu_seqlens is not None)
-
-
-@dataclass(frozen=True)
-class SmallConfig:
-    """What `small.cu` knows at compile time, likewise.
-
-    Attributes:
-        index: kinds of the step's index tensors.
-    """
-
-    rule: Rule
-    value_dim: int
-    group: int
-    state_dtype: torch.dtype
-    tokens: int
-    ring: int
-    rows: int
-    stochastic: bool
-    index: IndexKinds
-    source: ClassVar[str] = "small.cu"
-    warps: ClassVar[int] = 4
-    fills: ClassVar[bool] = False
-
-    def defines(self) -> list[str]:
-        """The configuration as compiler options."""
-        return _options({
-            "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
-            "STATE": TYPES[self.state_dtype], "WARPS": self.warps, "TOKENS": self.tokens,
-            "RING": self.ring, "ROWS": self.rows, "STOCHASTIC": int(self.stochastic),
-            "STATE_INDEX": self.index.state, "RING_INDEX": self.index.ring, "LENS": self.index.lens,
-            "VARLEN": int(self.index.varlen),
-        })  # fmt: skip
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a program, as the source lays it out."""
-        tokens = self.tokens
-        queries = 4 if tokens <= 4 else 8
-        columns = tokens * (1 if self.rule is Rule.MAMBA2 else 2)
-        common = 2 * queries * (_SCORE_STRIDE + 8) + 32 + 32 + 16 + 12 + 2 * tokens**2
-        rows = self.rows * (columns + 1) if tokens > 1 else 0
-        shared = -(-4 * (common + rows) // 16) * 16
-        if self.rule is not Rule.KDA:
-            return shared
-        return shared + self.ring * KEY_DIM * (4 + ACTIVATION_BYTES) + 4 * 3 * KEY_DIM
-
-
-Config = StepConfig | SmallConfig
-
-
 class Params(ctypes.Structure):
     """`struct Params` of the source, field by field."""
 
@@ -209,6 +133,107 @@ class Params(ctypes.Structure):
         )]
         + [("scale", ctypes.c_float), ("bound", ctypes.c_float)]
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Of a step's arguments what `small.cu` knows at compile time: which there are, and their types.
+
+    Attributes:
+        state_index: slots of the state, 0 if not given, 1 int32, 2 int64.
+        ring_index: slots of the ring, likewise.
+        lens: tokens of the rows, likewise.
+        varlen: whether those are sums (`cu_seqlens`).
+        g_type: of gates, as `TYPES`.
+        beta_type: of beta, likewise.
+        a_type: of `A`, likewise; -1 if not given.
+        bias_type: of `dt_bias`, likewise.
+        d_type: of `D`, likewise.
+        has_z: whether outputs are gated.
+        l2norm: whether keys and queries are normalised.
+        softplus: whether `dt` is made positive.
+        bounded: whether KDA's gate is the bounded one.
+    """
+
+    state_index: int
+    ring_index: int
+    lens: int
+    varlen: bool
+    g_type: int
+    beta_type: int
+    a_type: int
+    bias_type: int
+    d_type: int
+    has_z: bool
+    l2norm: bool
+    softplus: bool
+    bounded: bool
+
+    @classmethod
+    def of(cls, params: Params) -> Kinds:
+        """Those of a step's parameters."""
+        return cls(
+            state_index=1 + params.wide_state if params.state_indices else 0,
+            ring_index=1 + params.wide_ring if params.ring_indices else 0,
+            lens=1 + params.wide_lens if params.lens else 0,
+            varlen=bool(params.varlen),
+            g_type=params.g_type,
+            beta_type=params.beta_type,
+            a_type=params.A_type if params.A else -1,
+            bias_type=params.bias_type if params.dt_bias else -1,
+            d_type=params.D_type if params.D else -1,
+            has_z=bool(params.z_in),
+            l2norm=bool(params.l2norm),
+            softplus=bool(params.softplus),
+            bounded=bool(params.bounded),
+        )
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """What `small.cu` knows at compile time, likewise.
+
+    Attributes:
+        kinds: of the arguments.
+    """
+
+    rule: Rule
+    value_dim: int
+    group: int
+    state_dtype: torch.dtype
+    tokens: int
+    ring: int
+    rows: int
+    stochastic: bool
+    kinds: Kinds
+    source: ClassVar[str] = "small.cu"
+    warps: ClassVar[int] = 4
+    fills: ClassVar[bool] = False
+
+    def defines(self) -> list[str]:
+        """The configuration as compiler options."""
+        return _options({
+            "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
+            "STATE": TYPES[self.state_dtype], "WARPS": self.warps, "TOKENS": self.tokens,
+            "RING": self.ring, "ROWS": self.rows, "STOCHASTIC": int(self.stochastic),
+            **{name.upper(): int(value) for name, value in asdict(self.kinds).items()},
+        })  # fmt: skip
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, as the source lays it out."""
+        tokens = self.tokens
+        queries = 4 if tokens <= 4 else 8
+        columns = tokens * (1 if self.rule is Rule.MAMBA2 else 2)
+        common = 2 * queries * (_SCORE_STRIDE + 8) + 32 + 32 + 16 + 20 + 2 * tokens**2
+        rows = self.rows * (columns + 1) if tokens > 1 else 0
+        shared = -(-4 * (common + rows) // 16) * 16
+        if self.rule is not Rule.KDA:
+            return shared
+        return shared + self.ring * KEY_DIM * (4 + ACTIVATION_BYTES) + 4 * 3 * KEY_DIM
+
+
+Config = StepConfig | SmallConfig
 
 
 @cache

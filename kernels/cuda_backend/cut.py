@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from replayssm.core.geometry import Rule
-from replayssm.kernels.cuda_backend.build import UNIT, Config, IndexKinds, SmallConfig, StepConfig
-from replayssm.kernels.step_index import StepIndex
+from replayssm.kernels.cuda_backend.build import UNIT, Config, Kinds, Params, SmallConfig, StepConfig
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,11 @@ def cut(rule: Rule, value_dim: int, tokens: int, heads: int, gpu: str) -> Cut:
     return Cut(-(-whole // min(parts, whole)))
 
 
+def serves_small(rule: Rule, tokens: int, ring: int) -> bool:
+    """Whether `small.cu` serves steps of at most so many tokens a row, on rings of so many rows."""
+    return ring <= MOST_RING and tokens <= (1 if rule is Rule.KDA else 8)
+
+
 def config(
     share: Cut,
     rule: Rule,
@@ -77,7 +81,7 @@ def config(
     window: int,
     ring: int,
     stochastic: bool,
-    index: StepIndex,
+    params: Params,
 ) -> Config:
     """What a step is compiled for; of four warps only where `small.cu` serves it.
 
@@ -91,13 +95,13 @@ def config(
         window: `L`.
         ring: rows of the ring, `R`.
         stochastic: whether the checkpoint is rounded stochastically.
-        index: whose rows it serves.
+        params: its arguments.
     """
-    kda = rule is Rule.KDA
-    if share.warps > 1 and ring <= MOST_RING and tokens <= (1 if kda else 8):
+    if share.warps > 1 and serves_small(rule, tokens, ring):
         rows = UNIT * share.units
-        held = -(-ring // 4) * 4 if kda else MOST_RING
-        kinds = IndexKinds.of(index)
-        return SmallConfig(rule, value_dim, group, state_dtype, tokens, held, rows, stochastic, kinds)
+        held = -(-ring // 4) * 4 if rule is Rule.KDA else MOST_RING
+        return SmallConfig(
+            rule, value_dim, group, state_dtype, tokens, held, rows, stochastic, Kinds.of(params)
+        )
     records = 2 if window <= 16 else 4
     return StepConfig(rule, value_dim, group, state_dtype, tokens, records, share.units, stochastic)

@@ -3,13 +3,15 @@
 //
 // What the step may need is asked for at once: the checkpoint's rows, which stay in registers, and all rows
 // of the ring, before it is known which of them live. Then the warps share what is common to all value rows:
-// the first three make scores of the records, eight records each, and the last one gates and what tokens have
-// in common. Scores are products of bf16 values in tensor cores; KDA, whose keys have weights of their own,
-// makes them on plain lanes. Checkpoint, records and tokens meet in fp32.
+// the first three make scores, of eight records each and of the tokens against each other, the last one
+// gates. Scores are products of bf16 values in tensor cores; KDA, whose keys have weights of their own, makes
+// them on plain lanes. Checkpoint, records and tokens meet in fp32.
 //
 // Compile-time, besides those of common.cuh: WARPS (4), TOKENS (1, 4 or 8, the most a row brings; KDA: 1),
-// RING (rows of the ring at most, a multiple of 4 to 32), ROWS (16 or 32), STATE_INDEX, RING_INDEX, LENS,
-// VARLEN.
+// RING (rows of the ring at most, a multiple of 4 to 32), ROWS (16 or 32); of the arguments what a model and
+// an engine settle once: kinds of index tensors (STATE_INDEX, RING_INDEX, LENS: 0 none, 1 int32, 2 int64;
+// VARLEN), types as STATE or -1 if not given (G_TYPE, BETA_TYPE, A_TYPE, BIAS_TYPE, D_TYPE), and HAS_Z,
+// L2NORM, SOFTPLUS, BOUNDED.
 //
 // Layouts. Of a row of keys or of the state a lane holds channels 4 lane .. 4 lane + 3. Of the ring it holds
 // row `lane`, of the step token `lane`. In the products of scores a lane is (g, c) = (lane / 4, lane % 4): of
@@ -29,7 +31,7 @@ DEVICE constexpr int at(int column) { return DELTA && column >= TOKENS ? QUERIES
 constexpr int AT_SCORES = 0, AT_WEIGHT = AT_SCORES + 2 * QUERIES * SCORE_STRIDE * 4;
 constexpr int AT_NORM = AT_WEIGHT + 32 * 4, AT_PAIRS = AT_NORM + 32 * 4;
 constexpr int AT_FACTOR = AT_PAIRS + 2 * QUERIES * 8 * 4, AT_BETA = AT_FACTOR + 16 * 4;
-constexpr int AT_SOLVE = AT_BETA + 12 * 4, AT_REPLY = AT_SOLVE + 4 * TOKENS * TOKENS;
+constexpr int AT_SOLVE = AT_BETA + 20 * 4, AT_REPLY = AT_SOLVE + 4 * TOKENS * TOKENS;
 constexpr int Y_STRIDE = COLUMNS + 1, AT_Y = AT_REPLY + 4 * TOKENS * TOKENS;
 constexpr int AT_TILDE =
     (AT_Y + (TOKENS > 1 ? 4 * ROWS * Y_STRIDE : 0) + 15) / 16 * 16;  // KDA's decayed keys
@@ -62,10 +64,11 @@ DEVICE float scatter(float (&x)[N], int lane) {
     return y;
 }
 
-// A scalar of any type, to be converted where it is used.
-DEVICE u32 issue_scalar(const void* p, i64 at, int type) {
-    if (!p) return 0;
-    return type == 0 ? issue4((const u32*)p + at) : issue2((const u16*)p + at);
+// A scalar of any type, to be converted where it is used; zero if there is none.
+template <int TYPE>
+DEVICE u32 issue_scalar(const void* p, i64 at) {
+    if (TYPE < 0) return 0;
+    return TYPE == 0 ? issue4((const u32*)p + at) : issue2((const u16*)p + at);
 }
 // An index, likewise.
 DEVICE i64 issue_index(const void* p, int at, int kind) {
@@ -164,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         (const char*)p.v_in + (batch * p.b_v + from * p.t_v + (i64)head * V) * ACT_BYTES;
     uint2 raw_x[COLUMNS];  // this lane's channels of the columns
 #if RULE != 2
-    const bool shares_tokens = warp == WARPS - 1;
+    const bool shares_tokens = warp == 2;
     const bool key_first = DELTA && (!ONE_TILE || g < QUERIES);
     const int column_token = token(ONE_TILE && DELTA ? g % QUERIES : g);
     const Row first_columns = issue_row<false>(
@@ -181,8 +184,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
 #else
     const int channel = 32 * warp + lane;
     const u32 raw_decay =
-        issue_scalar(p.g_in, batch * p.b_g + from * p.t_g + (i64)head * K + channel, p.g_type);
-    const u32 channel_bias = issue_scalar(p.dt_bias, (i64)head * K + channel, p.bias_type);
+        issue_scalar<G_TYPE>(p.g_in, batch * p.b_g + from * p.t_g + (i64)head * K + channel);
+    const u32 channel_bias = issue_scalar<BIAS_TYPE>(p.dt_bias, (i64)head * K + channel);
     const u32 key_here = issue2(k_row + 2 * channel), query_here = issue2(q_row + 2 * channel);
 #endif
     // of each four value rows the one that the lane solves for, and the token whose output it has
@@ -196,18 +199,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         for (int t = 0; t < TOKENS; t++)
             raw_value[q][t] = issue2(v_row + (token(t) * p.t_v + held) * ACT_BYTES);
     }
-    u32 raw_gate = 0, raw_beta = 0, raw_bias = 0, raw_A = KDA ? issue_scalar(p.A, head, p.A_type) : 0;
+    u32 raw_gate = 0, raw_beta = 0, raw_bias = 0, raw_A = KDA ? issue_scalar<A_TYPE>(p.A, head) : 0;
     if (warp == WARPS - 1) {
         const int t = token(lane);
         if (!KDA) {
-            raw_gate = issue_scalar(p.g_in, batch * p.b_g + (from + t) * p.t_g + head, p.g_type);
-            raw_bias = issue_scalar(p.dt_bias, head, p.bias_type);
-            raw_A = issue_scalar(p.A, head, p.A_type);
+            raw_gate = issue_scalar<G_TYPE>(p.g_in, batch * p.b_g + (from + t) * p.t_g + head);
+            raw_bias = issue_scalar<BIAS_TYPE>(p.dt_bias, head);
+            raw_A = issue_scalar<A_TYPE>(p.A, head);
         }
         if (DELTA)
-            raw_beta = issue_scalar(p.beta_in, batch * p.b_beta + (from + t) * p.t_beta + head, p.beta_type);
+            raw_beta = issue_scalar<BETA_TYPE>(p.beta_in, batch * p.b_beta + (from + t) * p.t_beta + head);
     }
-    const float skip = DELTA ? 0.f : scalar(issue_scalar(p.D, head, p.D_type), p.D_type);
+    const float skip = DELTA ? 0.f : scalar(issue_scalar<D_TYPE>(p.D, head), D_TYPE);
 
     const bool alive = slot >= 0 && ring >= 0 && !(STATE_INDEX && slot == p.pad_slot);
     const int count = alive ? brought : 0;
@@ -272,10 +275,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
     float* const weights = (float*)(shared_memory + AT_WEIGHT);  // of rows of the ring, but for
     float* const norms = (float*)(shared_memory + AT_NORM);      // their keys' inverse norms
     float* const pairs = (float*)(shared_memory + AT_PAIRS);     // of a column at(i) and a token's key
-    float* const factors = (float*)(shared_memory + AT_FACTOR);  // of columns
-    float* const betas = (float*)(shared_memory + AT_BETA);      // of tokens; then the checkpoint's decay
-    float* const solve = (float*)(shared_memory + AT_SOLVE);     // the triangular system
-    float* const reply = (float*)(shared_memory + AT_REPLY);     // what outputs take of its solution
+    float* const factors =
+        (float*)(shared_memory + AT_FACTOR);                  // of columns at(i): first their inverse norms
+    float* const betas = (float*)(shared_memory + AT_BETA);   // of tokens, then the checkpoint's decay; and
+    float* const grown = betas + 12;                          // what decays from the history's end to tokens
+    float* const solve = (float*)(shared_memory + AT_SOLVE);  // the triangular system
+    float* const reply = (float*)(shared_memory + AT_REPLY);  // what outputs take of its solution
     const int start = shuffle(cursor, 0), hist = shuffle(cursor, 1);
     auto ring_row = [&](int j) {
         const int row = start + j;
@@ -286,13 +291,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
     const bool lives = in_ring && age < hist;
 
     // what value rows share
-    float token_norm = 1.f;  // in the last warp, of column `lane` as at() has them
 #if RULE != 2
-    const bool normed = DELTA && p.l2norm;
     auto keep_norm = [&](const float (&d)[4], float* to) {  // of the diagonal of a product with itself
         if (c == g >> 1) to[g] = inverse_root(d[g & 1] + 1e-6f);
     };
-    if (scores_records) {
+    if (warp == 3 ? p.R > 24 : scores_records) {
         float d[4] = {0, 0, 0, 0};
         float* const to = scores + g * SCORE_STRIDE + 8 * warp + 2 * c;
         if (DELTA && ONE_TILE) {
@@ -303,9 +306,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
             *(float2*)to = make_float2(d[0], d[1]);
             if (DELTA) *(float2*)(to + QUERIES * SCORE_STRIDE) = make_float2(d[2], d[3]);
             d[0] = d[1] = d[2] = d[3] = 0.f;
-            if (normed) gram(d, keys, keys, false, keys);
+            if (L2NORM) gram(d, keys, keys, false, keys);
         }
-        if (normed) keep_norm(d, norms + 8 * warp);
+        if (L2NORM) keep_norm(d, norms + 8 * warp);
     }
     if (shares_tokens) {
         float d[4] = {0, 0, 0, 0}, z[4] = {0, 0, 0, 0};
@@ -313,22 +316,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         *(float2*)(pairs + g * 8 + 2 * c) = make_float2(d[0], d[1]);
         if (DELTA && !ONE_TILE) {
             *(float2*)(pairs + (8 + g) * 8 + 2 * c) = make_float2(d[2], d[3]);
-            if (normed) gram(z, second_columns, second_columns, false, second_columns);
+            if (L2NORM) gram(z, second_columns, second_columns, false, second_columns);
         }
-        if (normed) {
+        if (L2NORM) {
             keep_norm(d, factors);
             if (!ONE_TILE) keep_norm(z, factors + 8);
-            warp_sync();
-            if (lane < 2 * QUERIES) token_norm = factors[lane];
         }
     }
 #else
     {
-        float log_decay = scalar(raw_decay, p.g_type) + scalar(channel_bias, p.bias_type);
-        if (p.A) {
-            const float speed = expf(scalar(raw_A, p.A_type));
+        float log_decay = scalar(raw_decay, G_TYPE) + scalar(channel_bias, BIAS_TYPE);
+        if (A_TYPE >= 0) {
+            const float speed = fast_exp2(LOG2E * scalar(raw_A, A_TYPE));
             log_decay =
-                p.bounded ? p.bound * fast_sigmoid(speed * log_decay) : -speed * fast_softplus(log_decay);
+                BOUNDED ? p.bound * fast_sigmoid(speed * log_decay) : -speed * fast_softplus(log_decay);
         }
         const float decay = fast_exp2(LOG2E * log_decay);
         columns_of(0)[channel] = first_of(key_here) * decay;
@@ -375,80 +376,49 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
             if (kind < 2) scores[kind * QUERIES * SCORE_STRIDE + warp + 4 * i] = sum;
             else norms[warp + 4 * i] = inverse_root(sum + 1e-6f);
         }
-        if (warp == 3) {
+        if (warp == 2) {
             widen(load4(k_row + 4 * lane * ACT_BYTES, true), key);
             widen(load4(q_row + 4 * lane * ACT_BYTES, true), query);
             float own[4] = {product_of(key, key), product_of(query, query), product_of(query, key), 0.f};
             const float own_sum = scatter<4>(own, lane);
-            if (p.l2norm) token_norm = inverse_root(shuffle(own_sum, lane / QUERIES) + 1e-6f);
+            if (lane < 2) factors[lane * QUERIES] = inverse_root(own_sum + 1e-6f);
             if (lane == 2) pairs[QUERIES * 8] = own_sum;
         }
     }
 #endif
+    float gate = 0.f, beta = 0.f;  // in the last warp, of token `lane`
+    const float rate = DELTA ? 1.f : scalar(raw_A, A_TYPE);
     if (warp == WARPS - 1) {
-        // gates of token `lane`, weights of the record in row `lane`
-        float gate = 0.f, beta = 0.f, total = 1.f, weight = 1.f, path = 0.f;
-        const float A = scalar(raw_A, p.A_type), rate = DELTA ? 1.f : A;
         if (is_token) {
             if (!KDA) {
-                gate = scalar(raw_gate, p.g_type) + scalar(raw_bias, p.bias_type);
-                if (DELTA ? p.A != 0 : p.softplus != 0) gate = softplus(gate);
-                if (DELTA && p.A) gate *= -expf(A);
+                gate = scalar(raw_gate, G_TYPE) + scalar(raw_bias, BIAS_TYPE);
+                if (DELTA ? A_TYPE >= 0 : SOFTPLUS) gate = fast_softplus(gate);
+                if (DELTA && A_TYPE >= 0) gate *= -fast_exp2(LOG2E * scalar(raw_A, A_TYPE));
                 if (owns_gates) g_ring[ring_row(hist + lane)] = gate;
             }
             if (DELTA) {
-                beta = scalar(raw_beta, p.beta_type);
-                if (p.A) beta = sigmoid(beta);
+                beta = scalar(raw_beta, BETA_TYPE);
+                if (A_TYPE >= 0) beta = fast_sigmoid(beta);
             }
         }
+        float weight = 1.f;  // of the record in row `lane`
         if (!KDA) {
             const float aged = shuffle(ring_gate, ring_row(lane)), old = lane < hist ? aged : 0.f;
-            const float later = shuffle(old, (lane + 1) & 31);
-            const float reach = sum_from(lane == 31 ? 0.f : later, lane);
-            total = expf(rate * (shuffle(old, 0) + shuffle(reach, 0)));
-            const float mine = DELTA ? expf(reach) : old * expf(rate * reach);
+            const float next = shuffle(old, (lane + 1) & 31);
+            const float later = sum_from(lane == 31 ? 0.f : next, lane);
+            const float faded = fast_exp2(LOG2E * (rate * later)), mine = DELTA ? faded : old * faded;
+            if (lane == 0) betas[8] = fast_exp2(LOG2E * (rate * (old + later)));
             weight = shuffle(mine, age & 31);
-            path = TOKENS == 1 ? gate : sum_to(gate, lane);
+            const float path = TOKENS == 1 ? gate : sum_to(gate, lane);
+            if (lane < TOKENS) grown[lane] = fast_exp2(LOG2E * (rate * path));
         }
         weights[lane] = weight;
-        if (lane < TOKENS) betas[lane] = beta;
-        if (lane == 0) betas[8] = total;
-        const float grown = KDA ? 1.f : expf(rate * path);
-        const float factor = token_norm * (DELTA && lane >= QUERIES ? p.scale : 1.f);
-        const float decayed = factor * shuffle(grown, lane % QUERIES);
-        warp_sync();  // pairs are there, and norms have been read
-        if (lane < 2 * QUERIES) factors[lane] = decayed;
-#pragma unroll
-        for (int i = 0; i < (TOKENS * TOKENS + 31) / 32; i++) {  // the triangular system, and the answers
-            const int cell = 32 * i + lane, s = cell / TOKENS % TOKENS, j = cell % TOKENS;
-            const int query = DELTA ? QUERIES + s : s;
-            float between = 0.f;
-#pragma unroll
-            for (int t = 1; t < TOKENS; t++) {
-                const float y = shuffle(gate, t);
-                if (t > j && t <= s) between += y;
-            }
-            const float key_factor = shuffle(factor, j), of_key = shuffle(factor, s);
-            const float of_query = shuffle(factor, query), beta_s = shuffle(beta, s),
-                        gate_j = shuffle(gate, j);
-            const bool inside = j <= s && s < count;
-            const float decay = inside ? expf(rate * between) : 0.f;
-            float m = 0.f, n = 0.f;
-            if (inside) {
-                n = pairs[query * 8 + j] * decay * (DELTA ? of_query * key_factor : gate_j);
-                if (DELTA && j < s) m = pairs[s * 8 + j] * decay * (beta_s * of_key * key_factor);
-            }
-            if (cell < TOKENS * TOKENS) solve[cell] = m, reply[cell] = n;
-        }
+        if (lane < TOKENS) betas[lane] = DELTA ? beta : gate;
     }
-    block_sync();
-
-    // columns, and what they have in common with the record in row `lane`
-    const float total = betas[8], weight = DELTA && p.l2norm ? weights[lane] * norms[lane] : weights[lane];
-    float x[COLUMNS][4], record[COLUMNS];
+    // checkpoint times columns
+    float x[COLUMNS][4], state_x[MINE][COLUMNS];
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
-        record[i] = lives ? scores[at(i) * SCORE_STRIDE + lane] * weight : 0.f;
         if (KDA) {
             const float4 y = *(const float4*)(columns_of(i) + 4 * lane);
             const float4 w = *(const float4*)(columns_of(2) + 4 * lane);
@@ -457,6 +427,58 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
             widen(raw_x[i], x[i]);
         }
     }
+#pragma unroll
+    for (int r = 0; r < MINE; r++) {
+        float s[4];
+        widen(checkpoint[r], s);
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) state_x[r][i] = product_of(s, x[i]);
+    }
+    block_sync();
+
+    const float total = KDA ? 1.f : betas[8], weight = L2NORM ? weights[lane] * norms[lane] : weights[lane];
+    float record[COLUMNS];  // what columns have in common with the record in row `lane`
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) record[i] = lives ? scores[at(i) * SCORE_STRIDE + lane] * weight : 0.f;
+    auto norm_of = [&](int column) { return L2NORM ? factors[column] : 1.f; };
+#if TOKENS == 1
+    const float own_beta = betas[0], growth = KDA ? 1.f : grown[0];
+    const float key_norm = norm_of(0), query_norm = DELTA ? norm_of(QUERIES) * p.scale : 1.f;
+    const float own_pair = DELTA ? pairs[QUERIES * 8] * (key_norm * query_norm) : pairs[0] * own_beta;
+    const float key_factor = key_norm * growth, query_factor = query_norm * growth;
+#else
+    if (warp ==
+        WARPS - 1) {  // the triangular system, what outputs take of its solution, the columns' factors
+        const float norm = lane < 2 * QUERIES ? norm_of(lane) : 1.f;
+        const float factor = norm * (DELTA && lane >= QUERIES ? p.scale : 1.f);
+        const float growth = grown[lane % QUERIES % TOKENS];
+        warp_sync();
+        if (lane < 2 * QUERIES) factors[lane] = factor * growth;
+#pragma unroll
+        for (int i = 0; i < (TOKENS * TOKENS + 31) / 32; i++) {
+            const int cell = 32 * i + lane, s = cell / TOKENS % TOKENS, j = cell % TOKENS;
+            const int query = DELTA ? QUERIES + s : s;
+            float between = 0.f;
+#pragma unroll
+            for (int t = 1; t < TOKENS; t++) {
+                const float y = shuffle(gate, t);
+                if (t > j && t <= s) between += y;
+            }
+            const float of_key = shuffle(factor, j), of_later = shuffle(factor, s);
+            const float of_query = shuffle(factor, query), beta_s = shuffle(beta, s);
+            const float gate_j = shuffle(gate, j);
+            const bool inside = j <= s && s < count;
+            const float decay = inside ? fast_exp2(LOG2E * (rate * between)) : 0.f;
+            float m = 0.f, n = 0.f;
+            if (inside) {
+                n = pairs[query * 8 + j] * decay * (DELTA ? of_query * of_key : gate_j);
+                if (DELTA && j < s) m = pairs[s * 8 + j] * decay * (beta_s * of_later * of_key);
+            }
+            if (cell < TOKENS * TOKENS) solve[cell] = m, reply[cell] = n;
+        }
+    }
+    block_sync();
+#endif
 
 #if STOCHASTIC
     const i64 seed = *p.rand_seed;
@@ -471,12 +493,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         float u[4], sums[4 * COLUMNS];
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            float s[4];
-            widen(checkpoint[4 * q + r], s);
             u[r] = lives ? real(raw_u[q][r]) : 0.f;
 #pragma unroll
             for (int i = 0; i < COLUMNS; i++)
-                sums[r * COLUMNS + i] = fmaf(total, product_of(s, x[i]), u[r] * record[i]);
+                sums[r * COLUMNS + i] = fmaf(total, state_x[4 * q + r][i], u[r] * record[i]);
         }
         // a lane solves for one value row of the four; of the tokens' outputs it has one
         constexpr int N = 4 * COLUMNS < 32 ? 4 * COLUMNS : 32;
@@ -485,8 +505,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
 #if TOKENS == 1
         const float y = scatter<N>(sums, lane), other = DELTA ? shuffle_xor(y, 1) : y;
         mine = scalar(raw_value[q][0], 1);
-        if (DELTA) mine = betas[0] * (mine - factors[0] * y);
-        answer = fmaf(reply[0], mine, factors[DELTA ? QUERIES : 0] * other);
+        if (DELTA) mine = own_beta * (mine - key_factor * y);
+        answer = fmaf(own_pair, mine, query_factor * other);
 #else
 #pragma unroll
         for (int part = 0; part < 4 * COLUMNS / N; part++) {
@@ -520,10 +540,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
         if (!DELTA) answer = fmaf(skip, mine, answer);
         if (own_token < written && (V % ROWS == 0 || v < V)) {
             const bool is_live = own_token < count;
-            if (!DELTA && p.z_in && is_live) {
+            if (HAS_Z && is_live) {
                 const i64 place = batch * p.b_z + (first + own_token) * p.t_z + (i64)head * V + v;
-                const float z = scalar(fetch_scalar(p.z_in, place, 1, true), 1);
-                answer *= z * sigmoid(z);
+                const float z = first_of(((const u16*)p.z_in)[place]);
+                answer *= z * fast_sigmoid(z);
             }
             *(u16*)(out_row + (own_token * p.t_out + v) * ACT_BYTES) =
                 float_to_bfloat(is_live ? answer : 0.f);

@@ -19,11 +19,12 @@ import torch
 from replayssm.core import Rule
 from replayssm.kernels import cuda_backend
 from replayssm.kernels.cuda_backend import build
-from replayssm.kernels.cuda_backend.build import UNIT, IndexKinds, Params, Program, SmallConfig, StepConfig
+from replayssm.kernels.cuda_backend.build import UNIT, Kinds, Params, Program, SmallConfig, StepConfig
 from replayssm.kernels.cuda_backend.cut import Cut, cut
 
 cut_module = import_module("replayssm.kernels.cuda_backend.cut")
 PLAIN = StepConfig(Rule.GDN, 80, 2, torch.float32, 4, 2, 5, False)
+KINDS = Kinds.of(Params(state_indices=1, wide_state=1, lens=1, varlen=1, g_type=1, A=1, l2norm=1, bounded=1))
 SMALLEST_SHARED = 99 * 1024
 """Bytes of shared memory that a program may have on the smallest GPUs since compute capability 8.0."""
 
@@ -59,7 +60,7 @@ def test_params_are_those_of_the_source() -> None:
             {"WARPS": "1", "TOKENS": "8", "RECORDS": "2", "UNITS": "3"},
         ),
         (
-            SmallConfig(Rule.KDA, 96, 1, torch.float16, 1, 20, 32, True, IndexKinds(2, 1, 1, True)),
+            SmallConfig(Rule.KDA, 96, 1, torch.float16, 1, 20, 32, True, KINDS),
             {
                 "WARPS": "4",
                 "TOKENS": "1",
