@@ -82,7 +82,7 @@ def test_defines(config: build.Config, own: dict[str, str]) -> None:
     assert values == {"RULE": "2", "V": "96", "GROUP": "1", "STATE": "2", "STOCHASTIC": "1", **own}
     said = re.findall(r"// Compile-time\b[^:]*: (.*?)\.\s", build.source(config).replace("\n// ", " "))
     assert len(said) == 2
-    names = set(re.findall(r"\b[A-Z_]+\b", re.sub(r"\([^)]*\)", "", " ".join(said))))
+    names = set(re.findall(r"\b[A-Z][A-Z0-9_]*\b", re.sub(r"\([^)]*\)", "", " ".join(said))))
     assert names - {"PROGRAMS"} == set(values)
 
 
