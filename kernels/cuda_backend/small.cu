@@ -8,8 +8,8 @@
 // them on plain lanes. Checkpoint, records and tokens meet in fp32.
 //
 // Compile-time, besides those of common.cuh: WARPS (4), TOKENS (1, 4 or 8, the most a row brings; KDA: 1),
-// RING (rows of the ring at most, a multiple of 4 to 32), ROWS (16 or 32), and of the arguments what a model and
-// an engine settle once: STATE_INDEX, RING_INDEX, LENS (0 not given, 1 int32, 2 int64), VARLEN, G_TYPE,
+// RING (rows of the ring at most, a multiple of 4 to 32), ROWS (16 or 32), and of the arguments what a model
+// and an engine settle once: STATE_INDEX, RING_INDEX, LENS (0 not given, 1 int32, 2 int64), VARLEN, G_TYPE,
 // BETA_TYPE, A_TYPE, BIAS_TYPE, D_TYPE (as STATE; -1 not given), HAS_Z, L2NORM, SOFTPLUS, BOUNDED.
 //
 // Layouts. Of a row of keys or of the state a lane holds channels 4 lane .. 4 lane + 3. Of the ring it holds
