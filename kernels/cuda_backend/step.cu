@@ -31,7 +31,6 @@ constexpr int PAIRS = DELTA ? TILES : 1;        // 16-row operands made of colum
 constexpr int LR = 8 * RECORDS;
 constexpr int X_TERMS = KDA ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
 constexpr int STEPS_AT_ONCE = STATE == 0 ? 1 : 2;
-constexpr bool NEAREST = DELTA;  // second terms are rounded where `u` comes of them, which states keep
 
 // Shared memory, in bytes: stages, each of a unit's checkpoint, its values of the ring's records and of the
 // tokens; then what the units share.
@@ -40,17 +39,20 @@ constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
 constexpr int U_BYTES = DELTA ? 4 : 2;  // of a record's value: u in fp32, x of Mamba-2 in bf16
 constexpr int AT_U = UNIT_BYTES, AT_VALUES = AT_U + 16 * LR * U_BYTES;
 constexpr int STAGE_BYTES = AT_VALUES + 16 * TOKENS * ACT_BYTES;
-constexpr int MATRIX = TOKENS * TOKENS, SUMS = CHAIN ? (MATRIX + 15) / 16 * 16 : 0;
 constexpr int AT_KEYS = STAGES * STAGE_BYTES;  // of the history, for a flush
-constexpr int AT_SUMS = AT_KEYS + (KDA ? 0 : LR * K * ACT_BYTES);
-constexpr int AT_SCORES = AT_SUMS + 4 * SUMS;
+constexpr int AT_CELLS = AT_KEYS + (KDA ? 0 : LR * K * ACT_BYTES);  // of tokens upon tokens, see cell
+constexpr int AT_SCORES = AT_CELLS + (ONE ? 0 : 4 * TOKENS * TOKENS);
 constexpr int AT_TOTAL = AT_SCORES + (KDA && ONE ? 8 * LR : 0);
-constexpr int AT_DRAFT = AT_TOTAL + (KDA ? 4 * K : 0);  // of KDA; then the system, which needs less
-constexpr int AT_SOLVE = AT_DRAFT, AT_REPLY = AT_SOLVE + 4 * MATRIX;
-constexpr bool RING_IN_STAGE = STAGES == 2 && UNIT_BYTES >= 4 * LR * K;  // KDA: the second stage, at first
-constexpr int AT_END = AT_DRAFT + (KDA ? 8 * TOKENS * K : ONE ? 0 : 8 * MATRIX);
-constexpr int AT_RING = RING_IN_STAGE ? STAGE_BYTES : AT_END;
-constexpr int SHARED_BYTES = AT_END + (KDA && !RING_IN_STAGE ? 4 * LR * K : 0);
+constexpr int AT_OWN = AT_TOTAL + (KDA ? 4 * K : 0);  // of KDA: rows of the tokens, keys of the ring
+constexpr int DRAFT_BYTES = KDA ? 8 * TOKENS * K : 0, RING_BYTES = KDA ? 4 * LR * K : 0;
+// Of these, what the second stage has room for is there: several tokens' rows, until the second unit comes;
+// for one token the ring's keys, so that a flush has one stage.
+constexpr bool DRAFT_IN_STAGE = CHAIN && STAGES == 2 && UNIT_BYTES >= DRAFT_BYTES;
+constexpr bool RING_IN_STAGE = KDA && ONE && STAGES == 2 && UNIT_BYTES >= RING_BYTES;
+constexpr int AT_DRAFT = DRAFT_IN_STAGE ? STAGE_BYTES : AT_OWN;
+constexpr int AT_AFTER = AT_OWN + (DRAFT_IN_STAGE ? 0 : DRAFT_BYTES);
+constexpr int AT_RING = RING_IN_STAGE ? STAGE_BYTES : AT_AFTER;
+constexpr int SHARED_BYTES = AT_AFTER + (RING_IN_STAGE ? 0 : RING_BYTES);
 
 struct Params {
     void *state, *u, *k, *g;  // u: x of Mamba-2, k: B, g: dt
@@ -74,35 +76,32 @@ struct Params {
 
 DEVICE float high(float x) { return real(bits(x) & 0xffffe000u); }
 
-// The second of an operand's two terms; rounded, it loses half as much and nothing systematically.
-template <bool ROUNDED>
-DEVICE float rest_of(float x, float high_part) {
-    const float y = x - high_part;
-    return ROUNDED ? real(bits(y) + 0x1000u) : y;
-}
-
-template <int A_TERMS, bool ROUNDED>
-DEVICE void split(const float (&x)[4], float (&h)[4], float (&l)[4]) {
+// Operands in two terms. The first is cut off here though a product would do so: a copy of it, which operands
+// that come from memory in another order need anyway, costs no more.
+template <int TERMS, int N>
+DEVICE void split(const float (&x)[N], float (&h)[N], float (&l)[N]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        h[i] = A_TERMS == 2 ? high(x[i]) : x[i];
-        l[i] = A_TERMS == 2 ? rest_of<ROUNDED>(x[i], h[i]) : 0.f;
+    for (int i = 0; i < N; i++) {
+        h[i] = TERMS == 2 ? high(x[i]) : x[i];
+        l[i] = TERMS == 2 ? x[i] - h[i] : 0.f;
     }
 }
 
-// d + d_low += a @ b, both in two terms where they have them; the smaller products have a sum of their own.
-template <int A_TERMS, int B_TERMS, bool ROUNDED = false>
+// d and d_low += a @ b, both in two terms where they have them; the smaller products have a sum of their own,
+// which `with_low` adds.
+template <int A_TERMS, int B_TERMS>
 DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const float (&a_low)[4],
                     const float (&b)[2]) {
-    float bh[2] = {b[0], b[1]};
-    if (B_TERMS == 2) {
-        bh[0] = high(b[0]), bh[1] = high(b[1]);
-        const float bl[2] = {rest_of<ROUNDED>(b[0], bh[0]), rest_of<ROUNDED>(b[1], bh[1])};
-        mma(d_low, a, bl);
-    }
-    if (A_TERMS == 2) mma(d_low, a_low, bh);
-    mma(d, a, bh);
+    float h[2], l[2];
+    split<B_TERMS>(b, h, l);
+    if (B_TERMS == 2) mma(d_low, a, l);
+    if (A_TERMS == 2) mma(d_low, a_low, h);
+    mma(d, a, h);
 }
+
+// A second term has 13 bits, of which a product reads the first 11 of those that count; 7/8 of a last bit are
+// lost in the mean, of 4095.5. Put back, nothing systematic is lost.
+DEVICE float with_low(float x, float low_sum) { return fmaf(low_sum, 1.f + 0.875f / 4095.5f, x); }
 
 // Two bf16 values, the first in the low half.
 DEVICE float first_of(u32 w) { return real(w << 16); }
@@ -314,22 +313,36 @@ DEVICE u16 stochastic_half(float x, u32 word) {
     return (u16)(sign | h);
 }
 
+// A lane's place in memory that every unit needs. It comes by way of a shuffle so that it stays in a register:
+// what can be worked out from the lane's number the compiler works out again in every unit.
+DEVICE int pinned(int x, int lane) { return shuffle(x, lane); }
+DEVICE char* pinned(char* x, int lane) {
+    const u32 half = (u32)shuffle((int)(u32)(u64)x, lane);
+    return (char*)((u64)(u32)shuffle((int)((u64)x >> 32), lane) << 32 | half);
+}
+
 // ---- the checkpoint's units ----
 
 // 16-byte chunks are swizzled so that operands are read without bank conflicts: by what, of a pair of rows.
 DEVICE int unit_turn(int pair) {
-    if (CHAIN) return STATE == 0 ? pair & 7 : 4 * (pair & 1) + (pair >> 1 & 3);
-    return STATE == 0 ? pair & 1 : 4 * (pair & 1);
+    if (STATE == 0) return 3 * (pair & 1) ^ (ONE ? 0 : 2 * (pair & 2) ^ (pair >> 2 & 1));
+    return 4 * (pair & 1) + (ONE ? 0 : pair >> 1 & 3);
 }
 
-DEVICE void fetch_unit(unsigned char* stage, const char* from, int rows, int lane) {
+// A copy of several rows takes of each as many chunks as there are lanes for it.
+constexpr int ROW_BYTES = K * STATE_BYTES, COPY_ROWS = STATE == 0 ? 4 : 2, COPY_CHUNKS = 32 / COPY_ROWS;
+DEVICE int fetch_from(int lane) { return lane / COPY_CHUNKS * ROW_BYTES + lane % COPY_CHUNKS * 16; }
+DEVICE int fetch_to(int lane) {
+    const int row = lane / COPY_CHUNKS;
+    return row * ROW_BYTES + (lane % COPY_CHUNKS ^ unit_turn(row >> 1)) * 16;
+}
+DEVICE void fetch_unit(unsigned char* stage, int lane_to, const char* from, int rows, int lane) {
 #pragma unroll
-    for (int i = 0; i < UNIT_BYTES / 512; i++) {
-        int row = STATE == 0 ? i : 2 * i + (lane >> 4);
-        int chunk = (STATE == 0 ? lane : lane & 15) ^ unit_turn(row >> 1);
-        copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16,
-                   EVEN || row < rows);
-    }
+    for (int row = 0; row < 16; row += COPY_ROWS)
+#pragma unroll
+        for (int part = 0; part < ROW_BYTES; part += 16 * COPY_CHUNKS)
+            copy_async(stage + (lane_to ^ 16 * unit_turn(row >> 1)) + row * ROW_BYTES + part,
+                       from + row * ROW_BYTES + part, EVEN || row + lane / COPY_CHUNKS < rows);
 }
 
 // Two elements of a state in 16 bits.
@@ -338,7 +351,7 @@ DEVICE float second_stored(u32 w) { return STATE == 1 ? second_of(w) : half_to_f
 
 // This lane's 8 elements of a block of a unit's row.
 DEVICE void unit_row(const unsigned char* stage, int row, int g, int c, int block, float (&x)[8]) {
-    const unsigned char* at = stage + row * (K * STATE_BYTES);
+    const unsigned char* at = stage + row * ROW_BYTES;
     if (STATE == 0) {
         float4 y = *(const float4*)(at + 128 * block + 16 * (2 * c ^ unit_turn(g)));
         float4 z = *(const float4*)(at + 128 * block + 16 * ((2 * c + 1) ^ unit_turn(g)));
@@ -352,11 +365,14 @@ DEVICE void unit_row(const unsigned char* stage, int row, int g, int c, int bloc
 }
 
 // Rows 2g and 2g + 1 of a unit as the operand of product steps: of step `at` in fp32, of steps 2 at and
-// 2 at + 1 in 16 bits. A lane's two elements of a step lie as `pair_of` has them.
-DEVICE void unit_operand(const unsigned char* stage, int at, int lane, float (&y)[STEPS_AT_ONCE][4]) {
-    const int pair = lane & 7, row = 2 * pair + (lane >> 3 & 1), chunk = (lane >> 4) ^ unit_turn(pair);
+// 2 at + 1 in 16 bits. A lane's two elements of a step lie as `two_steps` has them.
+DEVICE int operand_row(int lane) {
+    const int pair = lane & 7;
+    return (2 * pair + (lane >> 3 & 1)) * ROW_BYTES + 16 * ((lane >> 4) ^ unit_turn(pair));
+}
+DEVICE void unit_operand(const unsigned char* stage, int row, int at, float (&y)[STEPS_AT_ONCE][4]) {
     u32 w[4];
-    load_matrices(w, stage + row * (K * STATE_BYTES) + 128 * (at / 4) + 16 * (chunk ^ 2 * (at % 4)));
+    load_matrices(w, stage + (row ^ 32 * (at % 4)) + 128 * (at / 4));
 #pragma unroll
     for (int i = 0; i < STEPS_AT_ONCE; i++)
 #pragma unroll
@@ -366,31 +382,55 @@ DEVICE void unit_operand(const unsigned char* stage, int at, int lane, float (&y
         }
 }
 
-// This lane's two elements of a step, of a row of fp32 whose chunks are swizzled by `turn`.
-DEVICE void pair_of(const float* row, int step, int c, int turn, float (&x)[2]) {
+// This lane's two elements of steps 2 i and 2 i + 1, of row g of 8 fp32 rows in shared memory or of the only one.
+template <bool ONLY>
+DEVICE void two_steps(const float* rows, int i, int lane, float (&x)[2][2]) {
     if (STATE == 0) {
-        x[0] = row[4 * (2 * step ^ turn) + c], x[1] = row[4 * ((2 * step + 1) ^ turn) + c];
+        const int row = ONLY ? 0 : lane & 7;
+        u32 w[4];
+        load_matrices(w, rows + row * K + 4 * ((4 * i + (lane >> 3)) ^ row));
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e / 2][e % 2] = real(w[e]);
     } else {
-        const float2 y = *(const float2*)(row + 4 * ((2 * step + (c >> 1)) ^ turn) + 2 * (c & 1));
-        x[0] = y.x, x[1] = y.y;
+        const int row = ONLY ? 0 : lane >> 2, c = lane & 3;
+#pragma unroll
+        for (int step = 0; step < 2; step++) {
+            const float2 y =
+                *(const float2*)(rows + row * K + 4 * ((4 * i + 2 * step + (c >> 1)) ^ row) + 2 * (c & 1));
+            x[step][0] = y.x, x[step][1] = y.y;
+        }
     }
 }
 
-// This lane's 8 elements of a block of a unit's row, element `at` of the slot the first, as they are stored.
-DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, const float (&x)[8], i64 seed,
-                     u32 at, u32 slot, u32 layer) {
-    unsigned char* const to = stage + row * (K * STATE_BYTES);
+// Of a block of 32 elements, the two fours that column `column` of four flush products is of, product i of
+// element i of a four: those of columns 2c and 2c + 1 are the lane's. In fp32 four lanes store 64 bytes as
+// two full sectors, and of lanes (g, c) and (g + 1, c) none reads the other's banks.
+DEVICE int four_of(int column) {
+    return STATE == 0 ? ((column >> 1 & 1) + (column & 4)) ^ 3 * (column & 1) : column;
+}
+
+// This lane's 8 elements of a block of a unit's row, for a flush.
+DEVICE void flush_row(const unsigned char* stage, int row, int g, int c, int block, float (&x)[8]) {
+    if (STATE != 0) return unit_row(stage, row, g, c, block, x);
+    const unsigned char* at = stage + row * ROW_BYTES + 128 * block;
+    float4 y = *(const float4*)(at + 16 * (four_of(2 * c) ^ unit_turn(g)));
+    float4 z = *(const float4*)(at + 16 * (four_of(2 * c + 1) ^ unit_turn(g)));
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w, x[4] = z.x, x[5] = z.y, x[6] = z.z, x[7] = z.w;
+}
+
+// The same elements to row `to` of the checkpoint, whose first is element `first` of the slot.
+DEVICE void store_row(char* to, int c, int block, const float (&x)[8], i64 seed, u32 first, u32 slot,
+                      u32 layer) {
     if (STATE == 0) {
-        *(float4*)(to + 128 * block + 16 * (2 * c ^ unit_turn(g))) = make_float4(x[0], x[1], x[2], x[3]);
-        *(float4*)(to + 128 * block + 16 * ((2 * c + 1) ^ unit_turn(g))) =
-            make_float4(x[4], x[5], x[6], x[7]);
+        *(float4*)(to + 128 * block + 16 * four_of(2 * c)) = make_float4(x[0], x[1], x[2], x[3]);
+        *(float4*)(to + 128 * block + 16 * four_of(2 * c + 1)) = make_float4(x[4], x[5], x[6], x[7]);
         return;
     }
     u16 y[8];
 #if STOCHASTIC
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        Random random = philox(seed, at / 4 + half, slot, layer);
+        Random random = philox(seed, first / 4 + 8 * block + 2 * c + half, slot, layer);
 #pragma unroll
         for (int i = 0; i < 4; i++) y[4 * half + i] = stochastic_half(x[4 * half + i], random.w[i]);
     }
@@ -398,20 +438,8 @@ DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, con
 #pragma unroll
     for (int i = 0; i < 8; i++) y[i] = narrow(x[i], STATE);
 #endif
-    *(uint4*)(to + 16 * ((4 * block + c) ^ unit_turn(g))) = make_uint4(
-        y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16, y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
-}
-
-// A unit's rows from shared memory to the checkpoint.
-DEVICE void store_unit(const unsigned char* stage, char* to, int rows, int lane) {
-#pragma unroll
-    for (int i = 0; i < UNIT_BYTES / 512; i++) {
-        int row = STATE == 0 ? i : 2 * i + (lane >> 4);
-        int chunk = (STATE == 0 ? lane : lane & 15) ^ unit_turn(row >> 1);
-        if (EVEN || row < rows)
-            *(uint4*)(to + i * 512 + lane * 16) =
-                *(const uint4*)(stage + row * (K * STATE_BYTES) + chunk * 16);
-    }
+    *(uint4*)(to + 64 * block + 16 * c) = make_uint4(y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16,
+                                                      y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
 }
 
 // Where 16 bytes of a unit's values of a row lie, of records or tokens; so that lanes read rows 2c, or 2c +
@@ -423,9 +451,10 @@ DEVICE int value_chunk(int row, int chunk) {
     return (row >> 3) * 256 + four * 128 + (pair & 1) * 64 + ((row ^ four) & 1) * 32 + chunk * 16;
 }
 
-// This lane's two values of a row.
-DEVICE u32 token_values(const unsigned char* stage, int row, int g) {
-    return load2(stage + AT_VALUES + value_chunk<2>(row, g >> 2) + (g & 3) * 4);
+// Where values 2g and 2g + 1 of a row lie; 8 rows on, 128 BYTES further.
+template <int BYTES>
+DEVICE int value_pair(int row, int g) {
+    return BYTES == 4 ? value_chunk<4>(row, g >> 1) + (g & 1) * 8 : value_chunk<2>(row, g >> 2) + (g & 3) * 4;
 }
 
 // The history's keys, for a flush: rows are pairs of records, a word is both records' value of an element,
@@ -456,6 +485,9 @@ DEVICE void keep_keys(u32* pairs, int tile, int g, int c, const Row& mine) {
         pair_chunk(pairs, 4 * tile + (g >> 1), 8 * block + 2 * c + odd) = w;
     }
 }
+
+// What tokens s and j <= s have in common lies in a matrix, keys' (of s > j) above the diagonal.
+DEVICE int cell(int s, int j, bool query) { return query ? s * TOKENS + j : j * TOKENS + s; }
 
 // Position of s >= j among KDA's sums of a token pair: q_j k_j first, then k_s k_j and q_s k_j of later s.
 DEVICE int pair_at(int s, int j, bool query) {
@@ -573,16 +605,16 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     }
 
     // the first units are on their way before anything else
-    char* const head_state = (char*)p.state + (slot * p.s_state + (i64)head * V * K) * STATE_BYTES;
+    char* const part_state = (char*)p.state + (slot * p.s_state + ((i64)head * V + v_part) * K) * STATE_BYTES;
+    const char* const unit_from = part_state + fetch_from(lane);
+    const int unit_to = pinned(fetch_to(lane), lane);
     auto issue_unit = [&](int unit, int stage) {
-        int v = v_part + 16 * unit;
-        if (unit < UNITS)
-            fetch_unit(shared_memory + stage * STAGE_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v,
-                       lane);
+        fetch_unit(shared_memory + stage * STAGE_BYTES, unit_to, unit_from + unit * UNIT_BYTES,
+                   V - v_part - 16 * unit, lane);
     };
     issue_unit(0, 0);
     const bool flush = hist + count > p.L, is_record = lane < hist, is_token = lane < count;
-    const bool single = RING_IN_STAGE && KDA && flush;  // the second stage has another use
+    const bool single = RING_IN_STAGE && flush;
     if (STAGES > 1 && !CHAIN && !single) issue_unit(1, 1);
 
     const char* const q_row =
@@ -629,24 +661,26 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     for (int r = 0; r < RECORDS; r++)
         raw_keys[r] = load_row(k_ring + ring_row(8 * r + g) * (K * ACT_BYTES), 8 * r + g < hist, c);
 #endif
+    // the lane's part of a unit's values, of records and of tokens
+    constexpr int CHUNKS = U_BYTES, COPIES = LR * CHUNKS / 32;
+    const int u_lane = lane / CHUNKS, u_chunk = lane % CHUNKS, v_lane = lane / 2, v_chunk = lane % 2;
+    const int u_to = pinned(AT_U + value_chunk<U_BYTES>(u_lane, u_chunk), lane);
+    const int v_to = pinned(AT_VALUES + value_chunk<2>(v_lane, v_chunk), lane);
+    u32 u_from[COPIES];
+#pragma unroll
+    for (int i = 0; i < COPIES; i++)
+        u_from[i] = (ring_row(32 / CHUNKS * i + u_lane) * V + v_part) * U_BYTES + 16 * u_chunk;
+    const char* const v_from = v_row + (v_lane * p.t_v + v_part) * ACT_BYTES + 16 * v_chunk;
     auto issue_values = [&](int unit, int stage) {
-        constexpr int CHUNKS = U_BYTES;
         const int v = v_part + 16 * unit;
         unsigned char* const to = shared_memory + stage * STAGE_BYTES;
-        if (unit >= UNITS) return;
 #pragma unroll
-        for (int i = 0; i < LR * CHUNKS / 32; i++) {
-            const int j = (32 * i + lane) / CHUNKS, chunk = lane % CHUNKS;
-            copy_async(to + AT_U + value_chunk<U_BYTES>(j, chunk),
-                       u_ring + (ring_row(j) * V + v) * U_BYTES + 16 * chunk,
-                       j < hist && (EVEN || v + chunk * (16 / U_BYTES) < V));
-        }
-        if (lane < 2 * TOKENS) {
-            const int t = lane / 2, chunk = lane % 2;
-            copy_async(to + AT_VALUES + value_chunk<2>(t, chunk),
-                       v_row + (t * p.t_v + v) * ACT_BYTES + 16 * chunk,
-                       t < count && (EVEN || v + 8 * chunk < V));
-        }
+        for (int i = 0; i < COPIES; i++)
+            copy_async(to + u_to + 512 * i, u_ring + 16 * U_BYTES * unit + u_from[i],
+                       32 / CHUNKS * i + u_lane < hist && (EVEN || v + u_chunk * (16 / U_BYTES) < V));
+        if (v_lane < TOKENS)
+            copy_async(to + v_to, v_from + 16 * ACT_BYTES * unit,
+                       v_lane < count && (EVEN || v + 8 * v_chunk < V));
     };
     float* const ring_keys = (float*)(shared_memory + AT_RING);
     issue_values(0, 0);
@@ -669,16 +703,13 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     // the columns, queries and keys of the tokens; their scores against each record, and against each other
     float x[COLUMNS][4][8], norm[COLUMNS], scores[COLUMNS][RECORDS][2];
     float record_norm = 1.f;  // of record `lane`
-    float* const sums = (float*)(shared_memory + AT_SUMS);
+    float* const cells = (float*)(shared_memory + AT_CELLS);
     float* const total_row = (float*)(shared_memory + AT_TOTAL);
     float* const draft_rows = (float*)(shared_memory + AT_DRAFT);
 #if RULE != 2
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i++) {
-        widen(raw_x[i], x[i]);
-        norm[i] = DELTA && p.l2norm ? inverse_root(squares(x[i]) + 1e-6f) : 1.f;
-    }
 #if TOKENS == 1
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) widen(raw_x[i], x[i]);
     float own = 0.f;  // the token's query times its key
     {
         float drafts[4][8];
@@ -704,7 +735,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     for (int r = 0; r < RECORDS; r++) {
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) scores[i][r][0] = scores[i][r][1] = 0.f;
-        if (flush) keep_keys(kept_keys, r, g, c, raw_keys[r]);
         if (8 * r >= hist) continue;
         float keys[4][8];
         if (ONE || DELTA) widen(raw_keys[r], keys);
@@ -730,6 +760,34 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         }
 #endif
     }
+#if TOKENS > 1
+    // to the order in which tensor cores get the checkpoint, by the memory that the history's keys will have
+    float* const rows = (float*)(shared_memory + AT_KEYS);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) {
+#pragma unroll
+        for (int block = 0; block < 4; block++) {
+            float y[8];
+            widen(raw_x[i].block[block], y);
+            chunk_of(rows, g, 2 * c, block) = make_float4(y[0], y[1], y[2], y[3]);
+            chunk_of(rows, g, 2 * c + 1, block) = make_float4(y[4], y[5], y[6], y[7]);
+        }
+        warp_sync();
+#pragma unroll
+        for (int two = 0; two < 8; two++) {
+            float y[2][2];
+            two_steps<false>(rows, two, lane, y);
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[i][two / 2][two % 2 * 4 + e] = y[e / 2][e % 2];
+        }
+        warp_sync();
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) norm[i] = DELTA && p.l2norm ? inverse_root(squares(x[i]) + 1e-6f) : 1.f;
+    if (flush)
+#pragma unroll
+        for (int r = 0; r < RECORDS; r++) keep_keys(kept_keys, r, g, c, raw_keys[r]);
 #elif TOKENS == 1
     // decays per channel: the lane holds channels 4 lane .. 4 lane + 3
     float own;  // the token's query times its key
@@ -936,7 +994,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                       query[0][3] * key[0][3];
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) y += shuffle_xor(y, d);
-            if (lane == 0) sums[0] = y;
+            if (lane == 0) cells[0] = y;
         } else {
             float pending[16];
 #pragma unroll
@@ -956,7 +1014,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         pending[at % 16] = y[0] * f[0] + y[1] * f[1] + y[2] * f[2] + y[3] * f[3];
                         if (at % 16 == 15) {
                             float z = scatter_sum(pending, lane);
-                            if (lane < 16) sums[at - 15 + lane] = z;
+                            if (lane < 16) cells[at - 15 + lane] = z;
                         }
                     }
                 }
@@ -982,11 +1040,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     z, &chunk_of(ring_keys, (lane & 7) + 8 * (lane >> 4), 2 * i + (lane >> 3 & 1), block));
                 const float columns[4] = {real(y[0]), real(y[1]), real(y[2]), real(y[3])};
                 float h[4], l[4];
-                split<2, NEAREST>(columns, h, l);
+                split<2>(columns, h, l);
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++) {
                     const float keys[2] = {real(z[2 * r]), real(z[2 * r + 1])};
-                    if (8 * r < hist) product<2, 2, NEAREST>(d[r], d_low[r], h, l, keys);
+                    if (8 * r < hist) product<2, 2>(d[r], d_low[r], h, l, keys);
                 }
             }
 #pragma unroll
@@ -994,14 +1052,14 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                for (int n = 0; n < 2; n++) scores[i][r][n] = d[r][2 * i + n] + d_low[r][2 * i + n];
+                for (int n = 0; n < 2; n++) scores[i][r][n] = with_low(d[r][2 * i + n], d_low[r][2 * i + n]);
 #pragma unroll
-            for (int step = 0; step < 16; step++) {
-                float y[2], w[2];
-                pair_of(draft_rows + (8 * i + g) * K, step, c, g, y);
-                pair_of(total_row, step, c, 0, w);
+            for (int two = 0; two < 8; two++) {
+                float y[2][2], w[2][2];
+                two_steps<false>(draft_rows + 8 * i * K, two, lane, y);
+                two_steps<true>(total_row, two, lane, w);
 #pragma unroll
-                for (int n = 0; n < 2; n++) x[i][step / 4][step % 4 * 2 + n] = y[n] * w[n];
+                for (int e = 0; e < 4; e++) x[i][two / 2][two % 2 * 4 + e] = y[e / 2][e % 2] * w[e / 2][e % 2];
             }
         }
         warp_sync();
@@ -1091,12 +1149,10 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     // tokens upon tokens, as operands [token 8 s + g][token 8 j + 2c + n]: the triangular system's inverse
     // less the identity, since tensor cores cut sums off, and what outputs take of its right side
     float solve_b[TILES][TILES][2], reply_b[TILES][TILES][2], token_beta[TILES][2];
-    float* const solve = (float*)(shared_memory + AT_SOLVE);
-    float* const reply = (float*)(shared_memory + AT_REPLY);
     if (TOKENS == 4 && count == 1) {
         const float first_key_norm = DELTA ? shuffle(column_norm[0], 0) : shuffle(gate, 0);
 #if RULE == 2
-        const float y = sums[0];
+        const float y = cells[0];
 #else
         const float y = pair_d[0][0][0];
 #endif
@@ -1106,8 +1162,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         solve_b[0][0][1] = reply_b[0][0][1] = 0.f;
     } else {
 #if RULE != 2
-        float* const kk = solve;  // each lane turns its cells into the system's
-        float* const qk = reply;
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -1117,13 +1171,15 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     const int j = 8 * t + 2 * c + n;
                     const float y = pair_d[pair][t][n], z = pair_d[pair][t][2 + n];
                     if (SHARED_TILE) {
-                        if (c < 2) (g < 4 ? kk : qk)[(g & 3) * TOKENS + j] = y;
+                        const int s = g & 3;
+                        if (c < 2 && (g < 4 ? s > j : s >= j)) cells[cell(s, j, g >= 4)] = y;
                     } else if (DELTA) {
-                        kk[(8 * pair + g) * TOKENS + j] = y;
-                        qk[(8 * pair + g) * TOKENS + j] = z;
+                        const int s = 8 * pair + g;
+                        if (s > j) cells[cell(s, j, false)] = y;
+                        if (s >= j) cells[cell(s, j, true)] = z;
                     } else if (j < TOKENS) {
-                        if (g < TOKENS) qk[g * TOKENS + j] = y;
-                        if (TWO) qk[(8 + g) * TOKENS + j] = z;
+                        if (g < TOKENS && g >= j) cells[cell(g, j, true)] = y;
+                        if (TWO && 8 + g >= j) cells[cell(8 + g, j, true)] = z;
                     }
                 }
         warp_sync();
@@ -1138,69 +1194,61 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 if (lane / 8 == t) token_key_norm = y, token_query_norm = z;
             }
         }
-        float log_decay = 0.f;
+        // column `lane` of the system and of the answers
+        float log_decay = 0.f, system[TOKENS], answer[TOKENS];
+        const int j = lane % TOKENS;
 #pragma unroll
-        for (int s = 0; s < TOKENS; s++) {  // column `lane`
+        for (int s = 0; s < TOKENS; s++) {
             const float gate_s = shuffle(gate, s), beta_s = shuffle(beta, s);
             const float key_s = shuffle(token_key_norm, s), query_s = shuffle(token_query_norm, s);
-            if (s > lane) log_decay += gate_s;
-            if (lane < TOKENS) {
-                float m = 0.f, n = 0.f;
-                if (s >= lane && s < count) {
-                    const float decay = KDA ? 1.f : expf(rate * log_decay);
-#if RULE == 2
-                    n = sums[pair_at(s, lane, true)];
-                    if (s > lane) m = sums[pair_at(s, lane, false)];
-#else
-                    n = qk[s * TOKENS + lane] * decay;
-                    if (DELTA && s > lane) m = kk[s * TOKENS + lane] * decay;
-#endif
-                    n *= DELTA ? query_s * token_key_norm : gate;
-                    m *= beta_s * key_s * token_key_norm;
-                }
-                solve[s * TOKENS + lane] = m;
-                reply[s * TOKENS + lane] = n;
+            if (s > j) log_decay += gate_s;
+            float m = 0.f, n = 0.f;
+            if (s >= j && s < count) {
+                const float decay = KDA ? 1.f : expf(rate * log_decay);
+                n = cells[KDA ? pair_at(s, j, true) : cell(s, j, true)] * decay;
+                if (DELTA && s > j) m = cells[KDA ? pair_at(s, j, false) : cell(s, j, false)] * decay;
+                n *= DELTA ? query_s * token_key_norm : gate;
+                m *= beta_s * key_s * token_key_norm;
             }
+            system[s] = m, answer[s] = n;
         }
-        warp_sync();
-        if (DELTA) {
-            float inverse[TOKENS], answer[TOKENS];
-            const int j = lane % TOKENS;
-#pragma unroll
-            for (int s = 0; s < TOKENS; s++) {
-                float y = s == j ? 1.f : 0.f;
-#pragma unroll
-                for (int i = 0; i < s; i++) y -= solve[s * TOKENS + i] * inverse[i];
-                inverse[s] = y;
-                float z = 0.f;
-#pragma unroll
-                for (int i = 0; i <= s; i++) z += reply[s * TOKENS + i] * inverse[i];
-                answer[s] = z;
-            }
+        // the system's inverse, and what outputs take of its right side
+        auto keep_column = [&]() {
             warp_sync();
             if (lane < TOKENS)
 #pragma unroll
-                for (int s = 0; s < TOKENS; s++)
-                    solve[s * TOKENS + lane] = s == lane ? 0.f : inverse[s],
-                                       reply[s * TOKENS + lane] = answer[s];
+                for (int s = 0; s < TOKENS; s++) {
+                    if (DELTA && s > j) cells[cell(s, j, false)] = system[s];
+                    if (s >= j) cells[cell(s, j, true)] = answer[s];
+                }
             warp_sync();
+        };
+        keep_column();
+        if (DELTA) {
+#pragma unroll
+            for (int s = 0; s < TOKENS; s++) {
+                float y = s == j ? 1.f : 0.f, z = 0.f;
+#pragma unroll
+                for (int i = 0; i < s; i++) y -= cells[cell(s, i, false)] * system[i];
+                system[s] = y;
+#pragma unroll
+                for (int i = 0; i <= s; i++) z += cells[cell(s, i, true)] * system[i];
+                answer[s] = z;
+            }
+            keep_column();
         }
 #pragma unroll
-        for (int s = 0; s < TILES; s++)
+        for (int t = 0; t < TILES; t++)
 #pragma unroll
-            for (int j = 0; j < TILES; j++)
+            for (int u = 0; u < TILES; u++)
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    const int at = 8 * j + 2 * c + n;
-                    if (SHARED_TILE) {
-                        solve_b[s][j][n] =
-                            c < 2 ? (g < 4 ? solve : reply)[(g & 3) * TOKENS + at % TOKENS] : 0.f;
-                    } else {
-                        const bool inside = 8 * s + g < TOKENS && at < TOKENS;
-                        const int cell = inside ? (8 * s + g) * TOKENS + at : 0;
-                        if (DELTA) solve_b[s][j][n] = solve[cell];
-                        reply_b[s][j][n] = inside ? reply[cell] : 0.f;
-                    }
+                    const int s = SHARED_TILE ? g & 3 : 8 * t + g, at = 8 * u + 2 * c + n;
+                    const bool solves = DELTA && s > at && s < TOKENS && (!SHARED_TILE || g < 4);
+                    const bool replies = s >= at && s < TOKENS && (!SHARED_TILE || g >= 4);
+                    const float y = cells[solves ? cell(s, at, false) : 0], z = cells[replies ? cell(s, at, true) : 0];
+                    solve_b[t][u][n] = solves ? y : SHARED_TILE && replies ? z : 0.f;
+                    reply_b[t][u][n] = replies ? z : 0.f;
                 }
     }
 #pragma unroll
@@ -1209,16 +1257,34 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int n = 0; n < 2; n++) token_beta[t][n] = shuffle(beta, 8 * t + 2 * c + n);
 #endif
 
-    // this lane's two values of a new record: u of a delta rule, the token's own of Mamba-2
-    auto keep_record = [&](int row, int v, float first_u, float second_u, u32 raw) {
-        char* const to = u_ring + (row * V + v) * U_BYTES;
+    // of the first unit: where this lane's two values of new records and of outputs go
+    const int v_lane_0 = v_part + 2 * g;
+    u32 record_to[TILES][2];
+    char* const out_to =
+        pinned(out_row + ((ONE ? 0 : 2 * c - (SHARED_TILE ? 4 : 0)) * p.t_out + v_lane_0) * ACT_BYTES, lane);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int s = ONE ? 0 : 8 * t + 2 * c + n;
+            record_to[t][n] = pinned((ring_row(hist + s) * V + v_lane_0) * U_BYTES, lane);
+        }
+    // u of a delta rule, the token's own value of Mamba-2
+    auto keep_record = [&](char* to, float first_u, float second_u, u32 raw) {
         if (DELTA) *(float2*)to = make_float2(first_u, second_u);
         else store2(to, raw);
     };
+    int past_at[2], token_at[2];  // this lane's values of records and tokens 2c and 2c + 1
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        past_at[n] = pinned(AT_U + value_pair<U_BYTES>(2 * c + n, g), lane);
+        token_at[n] = pinned(AT_VALUES + value_pair<2>(ONE ? 0 : (2 * c + n) % TOKENS, g), lane);
+    }
+    const int operand_at = pinned(operand_row(lane), lane);
 
 #pragma unroll 1
     for (int unit = 0; unit < UNITS; unit++) {
-        const int v = v_part + 16 * unit + 2 * g;
+        const int v = v_lane_0 + 16 * unit;
         const bool inside = EVEN || v < V;
         const int stage = single ? 0 : unit % STAGES;
         unsigned char* const tile_at = shared_memory + stage * STAGE_BYTES;
@@ -1232,19 +1298,19 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int e = 0; e < 4; e++)
 #pragma unroll
             for (int i = 0; i < COLUMNS; i++) acc[i][e] = acc_low[i][e] = 0.f;
-#if RULE == 2 && TOKENS > 1
+#if TOKENS > 1
 #pragma unroll
         for (int at = 0; at < 16; at += STEPS_AT_ONCE) {
             float y[STEPS_AT_ONCE][4], h[4], l[4];
-            unit_operand(tile_at, at / STEPS_AT_ONCE, lane, y);
+            unit_operand(tile_at, operand_at, at / STEPS_AT_ONCE, y);
 #pragma unroll
             for (int i = 0; i < STEPS_AT_ONCE; i++) {
                 const int step = at + i;
-                split<S_TERMS, NEAREST>(y[i], h, l);
+                split<S_TERMS>(y[i], h, l);
 #pragma unroll
                 for (int n = 0; n < COLUMNS; n++) {
                     const float z[2] = {x[n][step / 4][step % 4 * 2], x[n][step / 4][step % 4 * 2 + 1]};
-                    product<S_TERMS, X_TERMS, NEAREST>(acc[n], acc_low[n], h, l, z);
+                    product<S_TERMS, X_TERMS>(acc[n], acc_low[n], h, l, z);
                 }
             }
         }
@@ -1254,7 +1320,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             float rows[2][8];
 #pragma unroll
             for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
-#if TOKENS == 1
 #pragma unroll
             for (int e = 0; e < 8; e++)
 #pragma unroll
@@ -1262,19 +1327,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     acc[i][2 * (e & 1)] += rows[0][e] * x[i][block][e];
                     acc[i][2 * (e & 1) + 1] += rows[1][e] * x[i][block][e];
                 }
-#else
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]};
-                float h[4], l[4];
-                split<S_TERMS, NEAREST>(y, h, l);
-#pragma unroll
-                for (int n = 0; n < COLUMNS; n++) {
-                    const float z[2] = {x[n][block][2 * i], x[n][block][2 * i + 1]};
-                    product<S_TERMS, X_TERMS, NEAREST>(acc[n], acc_low[n], h, l, z);
-                }
-            }
-#endif
         }
 #endif
 
@@ -1284,11 +1336,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int r = 0; r < RECORDS; r++)
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                const int row = 8 * r + 2 * c + n;
+                const unsigned char* const at = tile_at + past_at[n] + 128 * U_BYTES * r;
 #if RULE == 0
-                widen(load2(tile_at + AT_U + value_chunk<2>(row, g >> 2) + (g & 3) * 4), past[r][n]);
+                widen(load2(at), past[r][n]);
 #else
-                const float2 u = *(const float2*)(tile_at + AT_U + value_chunk<4>(row, g >> 1) + (g & 1) * 8);
+                const float2 u = *(const float2*)at;
                 past[r][n][0] = u.x, past[r][n][1] = u.y;
 #endif
             }
@@ -1305,7 +1357,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 y[i][e] += shuffle_xor(y[i][e], 1);
                 y[i][e] = (y[i][e] + shuffle_xor(y[i][e], 2)) * column_factor[i][0];
             }
-        const u32 fresh = token_values(tile_at, 0, g);
+        const u32 fresh = load2(tile_at + token_at[0]);
         float value[2];
         widen(fresh, value);
         float u[2] = {value[0], value[1]};
@@ -1319,8 +1371,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                       z);
                 o[0] *= z[0] * sigmoid(z[0]), o[1] *= z[1] * sigmoid(z[1]);
             }
-            keep_record(ring_row(hist), v, u[0], u[1], fresh);
-            store2(out_row + v * ACT_BYTES, round2(o[0], o[1]));
+            keep_record(u_ring + 16 * U_BYTES * unit + record_to[0][0], u[0], u[1], fresh);
+            store2(out_to + 16 * ACT_BYTES * unit, round2(o[0], o[1]));
         }
 #else
         constexpr int PAST_TERMS = DELTA ? 2 : 1;
@@ -1328,19 +1380,18 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
         for (int r = 0; r < RECORDS; r++) {
             const float y[4] = {past[r][0][0], past[r][0][1], past[r][1][0], past[r][1][1]};
-            split<PAST_TERMS, NEAREST>(y, past_h[r], past_l[r]);
+            split<PAST_TERMS>(y, past_h[r], past_l[r]);
         }
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * total;
             float recent[4] = {0, 0, 0, 0}, recent_low[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
-                product<PAST_TERMS, 2, NEAREST>(recent, recent_low, past_h[r], past_l[r], ring_b[i][r]);
+                product<PAST_TERMS, 2>(recent, recent_low, past_h[r], past_l[r], ring_b[i][r]);
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                acc[i][e] = (acc[i][e] + (recent[e] + recent_low[e])) * column_factor[i][e & 1];
+                acc[i][e] = fmaf(with_low(acc[i][e], acc_low[i][e]), total, with_low(recent[e], recent_low[e])) *
+                            column_factor[i][e & 1];
         }
 
         // the tokens upon each other
@@ -1350,8 +1401,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int t = 0; t < TILES; t++) {
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                const int s = 8 * t + 2 * c + n;
-                fresh[t][n] = token_values(tile_at, s < TOKENS ? s : 0, g);
+                fresh[t][n] = load2(tile_at + token_at[n] + 256 * t);
                 widen(fresh[t][n], value[t][n]);
             }
             float (&y)[4] = right[t];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
@@ -1361,7 +1411,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 if (DELTA) y[e] = token_beta[t][e >> 1] * (y[e] - acc[t][2 * (e & 1) + (e >> 1)]);
                 if (TOKENS == 4 && c >= 2) y[e] = 0.f;
             }
-            split<2, NEAREST>(y, h[t], l[t]);
+            split<2>(y, h[t], l[t]);
         }
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
@@ -1371,20 +1421,20 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             for (int e = 0; e < 4; e++) o[e] = u[e] = o_low[e] = u_low[e] = 0.f;
 #pragma unroll
             for (int j = 0; j <= t; j++) {
-                product<2, 2, NEAREST>(o, o_low, h[j], l[j], SHARED_TILE ? solve_b[t][j] : reply_b[t][j]);
-                if (DELTA && !SHARED_TILE) product<2, 2, NEAREST>(u, u_low, h[j], l[j], solve_b[t][j]);
+                product<2, 2>(o, o_low, h[j], l[j], SHARED_TILE ? solve_b[t][j] : reply_b[t][j]);
+                if (DELTA && !SHARED_TILE) product<2, 2>(u, u_low, h[j], l[j], solve_b[t][j]);
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const float own = right[t][2 * (e & 1) + (e >> 1)];
-                o[e] = (SHARED_TILE && c < 2 ? own : acc[JOINT ? t : TILES + t][e]) + (o[e] + o_low[e]);
-                u[e] = own + (u[e] + u_low[e]);
+                o[e] = (SHARED_TILE && c < 2 ? own : acc[JOINT ? t : TILES + t][e]) + with_low(o[e], o_low[e]);
+                u[e] = own + with_low(u[e], u_low[e]);
             }
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int s = 8 * t + 2 * c + n;
                 if (keeps[t][n] && inside)
-                    keep_record(ring_row(hist + s), v, SHARED_TILE ? o[n] : u[n],
+                    keep_record(u_ring + 16 * U_BYTES * unit + record_to[t][n], SHARED_TILE ? o[n] : u[n],
                                 SHARED_TILE ? o[2 + n] : u[2 + n], fresh[t][n]);
                 const int query = SHARED_TILE ? s - 4 : s;
                 if (answers[t][n] && inside) {
@@ -1399,7 +1449,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         }
                     }
                     if (query >= count) y[0] = y[1] = 0.f;
-                    store2(out_row + (query * p.t_out + v) * ACT_BYTES, round2(y[0], y[1]));
+                    store2(out_to + 16 * ACT_BYTES * unit + (8 * t + n) * p.t_out * ACT_BYTES, round2(y[0], y[1]));
                 }
             }
         }
@@ -1415,7 +1465,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #if RULE == 2
             float fh[RECORDS][4], fl[RECORDS][4];
 #pragma unroll
-            for (int r = 0; r < RECORDS; r++) split<2, NEAREST>(weighted[r], fh[r], fl[r]);
+            for (int r = 0; r < RECORDS; r++) split<2>(weighted[r], fh[r], fl[r]);
 #else
             u32 folded[RECORDS / 2][3][4];
 #pragma unroll
@@ -1428,11 +1478,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     for (int t = 0; t < 3; t++) folded[r / 2][t][2 * (r % 2) + e] = terms[t];
                 }
 #endif
-#pragma unroll 2
+#pragma unroll (KDA ? 2 : 1)  // more would take registers beyond what GDN has
             for (int block = 0; block < 4; block++) {
                 float tile[2][8], d[4][4], d_low[4][4];  // products of element i of each four
 #pragma unroll
-                for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, tile[r]);
+                for (int r = 0; r < 2; r++) flush_row(tile_at, 2 * g + r, g, c, block, tile[r]);
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -1441,17 +1491,18 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++) {
                     if (CHAIN && 8 * r >= hist) break;
-                    const float4 y = chunk_of(ring_keys, 8 * r + 2 * c, g, block),
-                                 z = chunk_of(ring_keys, 8 * r + 2 * c + 1, g, block);
+                    const float4 y = chunk_of(ring_keys, 8 * r + 2 * c, four_of(g), block),
+                                 z = chunk_of(ring_keys, 8 * r + 2 * c + 1, four_of(g), block);
                     const float keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
 #pragma unroll
-                    for (int i = 0; i < 4; i++) product<2, 2, NEAREST>(d[i], d_low[i], fh[r], fl[r], keys[i]);
+                    for (int i = 0; i < 4; i++)
+                        product<2, 2>(d[i], d_low[i], fh[r], fl[r], keys[i]);
                 }
 #else
 #pragma unroll
                 for (int r = 0; r < RECORDS / 2; r++) {
-                    const uint4 y = pair_chunk(kept_keys, 8 * r + c, 8 * block + g),
-                                z = pair_chunk(kept_keys, 8 * r + 4 + c, 8 * block + g);
+                    const uint4 y = pair_chunk(kept_keys, 8 * r + c, 8 * block + four_of(g)),
+                                z = pair_chunk(kept_keys, 8 * r + 4 + c, 8 * block + four_of(g));
                     const u32 keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
@@ -1461,27 +1512,32 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     }
                 }
 #endif
+                float kept[2][4] = {{total, total, total, total}, {total, total, total, total}};
+                if (KDA)
+#pragma unroll
+                    for (int n = 0; n < 2; n++) {
+                        const int at = 32 * block + (STATE == 0 ? 4 * four_of(2 * c + n) : 8 * c + 4 * n);
+                        const float4 y = *(const float4*)(total_row + at);
+                        kept[n][0] = y.x, kept[n][1] = y.y, kept[n][2] = y.z, kept[n][3] = y.w;
+                    }
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        const int at = 4 * (e & 1) + i;
-                        float& s = tile[e >> 1][at];
-                        s = fmaf(s, KDA ? total_row[32 * block + 8 * c + at] : total, d[i][e] + d_low[i][e]);
+                        float& s = tile[e >> 1][4 * (e & 1) + i];
+                        s = fmaf(s, kept[e & 1][i], KDA ? with_low(d[i][e], d_low[i][e]) : d[i][e] + d_low[i][e]);
                     }
 #pragma unroll
                 for (int r = 0; r < 2; r++)
-                    keep_row(tile_at, 2 * g + r, g, c, block, tile[r], seed,
-                             (u32)((head * V + v + r) * K + 32 * block + 8 * c), (u32)slot, (u32)p.layer);
+                    if (inside)
+                        store_row(part_state + (i64)(16 * unit + 2 * g + r) * ROW_BYTES, c, block, tile[r],
+                                  seed, (u32)((head * V + v + r) * K), (u32)slot, (u32)p.layer);
             }
-            warp_sync();
-            store_unit(tile_at, head_state + (i64)(v - 2 * g) * (K * STATE_BYTES), V - v + 2 * g, lane);
         }
         warp_sync();
         if (STAGES > 1) {
             const int next = unit + (single ? 1 : STAGES);
-            issue_unit(next, stage);
-            issue_values(next, stage);
+            if (next < UNITS) issue_unit(next, stage), issue_values(next, stage);
             copies_commit();
         }
     }
