@@ -99,9 +99,15 @@ DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const
     mma(d, a, h);
 }
 
-// A second term has 13 bits, of which a product reads the first 11 of those that count; 7/8 of a last bit are
-// lost in the mean, of 4095.5. Put back, nothing systematic is lost.
-DEVICE float with_low(float x, float low_sum) { return fmaf(low_sum, 1.f + 0.875f / 4095.5f, x); }
+// The sum of both. A second term has 13 bits, of which a product reads the first 11 of those that count: 7/8 of
+// a last bit are lost in the mean, of 4095.5. Of a factor the second term is 4095.5 / 2^23 of its power of two,
+// and that is the factor by 1 / (2 ln 2) in the mean; the product of two second terms is left out. Both are
+// put back, so nothing is lost systematically.
+template <int A_TERMS, int B_TERMS>
+DEVICE float with_low(float d, float d_low) {
+    constexpr float CUT = 0.875f / 4095.5f, SECOND = 4095.5f / 8388608.f * 0.72134752f;
+    return fmaf(d_low, 1.f + CUT + (A_TERMS == 2 && B_TERMS == 2 ? SECOND / 2.f : 0.f), d);
+}
 
 // Two bf16 values, the first in the low half.
 DEVICE float first_of(u32 w) { return real(w << 16); }
@@ -1052,7 +1058,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                for (int n = 0; n < 2; n++) scores[i][r][n] = with_low(d[r][2 * i + n], d_low[r][2 * i + n]);
+                for (int n = 0; n < 2; n++) scores[i][r][n] = with_low<2, 2>(d[r][2 * i + n], d_low[r][2 * i + n]);
 #pragma unroll
             for (int two = 0; two < 8; two++) {
                 float y[2][2], w[2][2];
@@ -1390,7 +1396,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 product<PAST_TERMS, 2>(recent, recent_low, past_h[r], past_l[r], ring_b[i][r]);
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                acc[i][e] = fmaf(with_low(acc[i][e], acc_low[i][e]), total, with_low(recent[e], recent_low[e])) *
+                acc[i][e] = fmaf(with_low<S_TERMS, X_TERMS>(acc[i][e], acc_low[i][e]), total, with_low<PAST_TERMS, 2>(recent[e], recent_low[e])) *
                             column_factor[i][e & 1];
         }
 
@@ -1427,8 +1433,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const float own = right[t][2 * (e & 1) + (e >> 1)];
-                o[e] = (SHARED_TILE && c < 2 ? own : acc[JOINT ? t : TILES + t][e]) + with_low(o[e], o_low[e]);
-                u[e] = own + with_low(u[e], u_low[e]);
+                o[e] = (SHARED_TILE && c < 2 ? own : acc[JOINT ? t : TILES + t][e]) + with_low<2, 2>(o[e], o_low[e]);
+                u[e] = own + with_low<2, 2>(u[e], u_low[e]);
             }
 #pragma unroll
             for (int n = 0; n < 2; n++) {
@@ -1525,7 +1531,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         float& s = tile[e >> 1][4 * (e & 1) + i];
-                        s = fmaf(s, kept[e & 1][i], KDA ? with_low(d[i][e], d_low[i][e]) : d[i][e] + d_low[i][e]);
+                        s = fmaf(s, kept[e & 1][i], KDA ? with_low<2, 2>(d[i][e], d_low[i][e]) : d[i][e] + d_low[i][e]);
                     }
 #pragma unroll
                 for (int r = 0; r < 2; r++)
