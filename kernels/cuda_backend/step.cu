@@ -88,15 +88,20 @@ DEVICE void split(const float (&x)[N], float (&h)[N], float (&l)[N]) {
 }
 
 // d and d_low += a @ b, both in two terms where they have them; the smaller products have a sum of their own,
-// which `with_low` adds.
+// which `with_low` adds; two sums are less of a chain.
 template <int A_TERMS, int B_TERMS>
-DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const float (&a_low)[4],
-                    const float (&b)[2]) {
+DEVICE void product(float (&d)[4], float (&d_low)[4], float (&d_low_too)[4], const float (&a)[4],
+                    const float (&a_low)[4], const float (&b)[2]) {
     float h[2], l[2];
     split<B_TERMS>(b, h, l);
     if (B_TERMS == 2) mma(d_low, a, l);
-    if (A_TERMS == 2) mma(d_low, a_low, h);
+    if (A_TERMS == 2) mma(d_low_too, a_low, h);
     mma(d, a, h);
+}
+template <int A_TERMS, int B_TERMS>
+DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const float (&a_low)[4],
+                    const float (&b)[2]) {
+    product<A_TERMS, B_TERMS>(d, d_low, d_low, a, a_low, b);
 }
 
 // The sum of both. A second term has 13 bits, of which a product reads the first 11 of those that count: 7/8 of
@@ -148,6 +153,30 @@ DEVICE void four(uint4 x, int type, float (&f)[4]) {
     } else {
         f[0] = scalar(x.x & 0xffff, type), f[1] = scalar(x.x >> 16, type);
         f[2] = scalar(x.y & 0xffff, type), f[3] = scalar(x.y >> 16, type);
+    }
+}
+
+template <int N>
+DEVICE void fetch_fours(uint4 (&x)[N], const void* p, i64 at, i64 stride, int type, int count) {
+    if (type == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = fetch_four(p, at + i * stride, 0, i < count);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = fetch_four(p, at + i * stride, 1, i < count);
+    }
+}
+template <int N>
+DEVICE void fours(const uint4 (&x)[N], int type, float (&f)[N][4]) {
+    if (type == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i++) four(x[i], 0, f[i]);
+    } else if (type == 1) {
+#pragma unroll
+        for (int i = 0; i < N; i++) four(x[i], 1, f[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) four(x[i], 2, f[i]);
     }
 }
 
@@ -677,6 +706,13 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     for (int i = 0; i < COPIES; i++)
         u_from[i] = (ring_row(32 / CHUNKS * i + u_lane) * V + v_part) * U_BYTES + 16 * u_chunk;
     const char* const v_from = v_row + (v_lane * p.t_v + v_part) * ACT_BYTES + 16 * v_chunk;
+    // the record of a token's key, of which four lanes have the parts
+    auto keep_key = [&](int token, const Row& key, bool mine) {
+        char* const to = k_ring + (ring_row(hist + token) * K + 8 * c) * ACT_BYTES;
+        if (owns_keys && mine)
+#pragma unroll
+            for (int block = 0; block < 4; block++) *(uint4*)(to + 32 * block * ACT_BYTES) = key.block[block];
+    };
     auto issue_values = [&](int unit, int stage) {
         const int v = v_part + 16 * unit;
         unsigned char* const to = shared_memory + stage * STAGE_BYTES;
@@ -714,6 +750,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     float* const draft_rows = (float*)(shared_memory + AT_DRAFT);
 #if RULE != 2
 #if TOKENS == 1
+    keep_key(0, raw_draft, g == 0);
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) widen(raw_x[i], x[i]);
     float own = 0.f;  // the token's query times its key
@@ -729,6 +766,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     for (int t = 0; t < TILES; t++) {
         const Row drafts =
             DELTA ? raw_x[t] : load_row(k_row + (8 * t + g) * p.t_k * ACT_BYTES, 8 * t + g < count, c);
+        keep_key(8 * t + g, drafts, 8 * t + g < count && (!SHARED_TILE || g < 4));
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
 #pragma unroll
@@ -912,30 +950,39 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int t = 0; t < TOKENS; t++) {
             raw_k[t] = load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, t < count);
             raw_q[t] = load4(q_row + (t * p.t_q + 4 * lane) * ACT_BYTES, t < count);
-            raw_g[t] = fetch_four(p.g_in, at_g + t * p.t_g, p.g_type, t < count);
         }
+        fetch_fours(raw_g, p.g_in, at_g, p.t_g, p.g_type, count);
         const float speed = p.A ? expf(scalar(raw_A, p.A_type)) : 0.f;
         float bias[4];
         four(channel_bias, p.bias_type, bias);
+        // all tokens at once, so that their chains of operations overlap
+        fours(raw_g, p.g_type, decay);
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) decay[t][e] += bias[e];
+        if (p.A && p.bounded) {
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) decay[t][e] = p.bound * fast_sigmoid(speed * decay[t][e]);
+        } else if (p.A) {
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) decay[t][e] = -speed * fast_softplus(decay[t][e]);
+        }
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) decay[t][e] = 1.f;
             if (t < count) {
                 const int row = ring_row(hist + t);
-                float gate[4];
-                four(raw_g[t], p.g_type, gate);
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    float y = gate[e] + bias[e];
-                    if (p.A) y = p.bounded ? p.bound * fast_sigmoid(speed * y) : -speed * fast_softplus(y);
-                    gate[e] = y;
-                    decay[t][e] = fast_exp2(LOG2E * y);
-                }
                 if (owns_gates)
-                    *(float4*)(g_ring + row * K + 4 * lane) = make_float4(gate[0], gate[1], gate[2], gate[3]);
+                    *(float4*)(g_ring + row * K + 4 * lane) =
+                        make_float4(decay[t][0], decay[t][1], decay[t][2], decay[t][3]);
                 if (owns_keys) store4(k_ring + (row * K + 4 * lane) * ACT_BYTES, raw_k[t]);
             }
+#pragma unroll
+            for (int e = 0; e < 4; e++) decay[t][e] = t < count ? fast_exp2(LOG2E * decay[t][e]) : 1.f;
         }
 
         // the history's keys, decayed to its end
@@ -1029,36 +1076,40 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         warp_sync();
 
         // scores: columns as rows of the first operand, which without a second tile has them twice
-        float d[RECORDS][4], d_low[RECORDS][4];
+        float d[RECORDS][4];
 #pragma unroll
-        for (int r = 0; r < RECORDS; r++)
+        for (int r = 0; r < RECORDS; r++) {
+            float d_low[2][4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) d[r][e] = d_low[r][e] = 0.f;
-        static_assert(RECORDS == 2, "");
+            for (int e = 0; e < 4; e++) d[r][e] = d_low[0][e] = d_low[1][e] = 0.f;
+            if (8 * r >= hist) continue;
 #pragma unroll 1
-        for (int block = 0; block < 4 && hist > 0; block++)
+            for (int block = 0; block < 4; block++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 y[4], z[4];
-                load_matrices(
-                    y, &chunk_of(draft_rows, SHARED_TILE ? lane & 7 : lane & 15, 2 * i + (lane >> 4), block));
-                load_matrices(
-                    z, &chunk_of(ring_keys, (lane & 7) + 8 * (lane >> 4), 2 * i + (lane >> 3 & 1), block));
-                const float columns[4] = {real(y[0]), real(y[1]), real(y[2]), real(y[3])};
-                float h[4], l[4];
-                split<2>(columns, h, l);
+                for (int two = 0; two < 2; two++) {
+                    u32 z[4];
+                    load_matrices(z, &chunk_of(ring_keys, 8 * r + (lane & 7), 4 * two + (lane >> 3), block));
 #pragma unroll
-                for (int r = 0; r < RECORDS; r++) {
-                    const float keys[2] = {real(z[2 * r]), real(z[2 * r + 1])};
-                    if (8 * r < hist) product<2, 2>(d[r], d_low[r], h, l, keys);
+                    for (int i = 0; i < 2; i++) {
+                        u32 y[4];
+                        load_matrices(y, &chunk_of(draft_rows, SHARED_TILE ? lane & 7 : lane & 15,
+                                                   4 * two + 2 * i + (lane >> 4), block));
+                        const float columns[4] = {real(y[0]), real(y[1]), real(y[2]), real(y[3])};
+                        const float keys[2] = {real(z[2 * i]), real(z[2 * i + 1])};
+                        float h[4], l[4];
+                        split<2>(columns, h, l);
+                        product<2, 2>(d[r], d_low[0], d_low[1], h, l, keys);
+                    }
                 }
-            }
+#pragma unroll
+            for (int e = 0; e < 4; e++) d[r][e] = with_low<2, 2>(d[r][e], d_low[0][e] + d_low[1][e]);
+        }
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                for (int n = 0; n < 2; n++) scores[i][r][n] = with_low<2, 2>(d[r][2 * i + n], d_low[r][2 * i + n]);
+                for (int n = 0; n < 2; n++) scores[i][r][n] = d[r][2 * i + n];
 #pragma unroll
             for (int two = 0; two < 8; two++) {
                 float y[2][2], w[2][2];
@@ -1076,11 +1127,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         }
     }
 #endif
-    // records of the row's keys
-    if (owns_keys && !KDA)
-        for (int t = 0; t < count; t++)
-            store4(k_ring + (ring_row(hist + t) * K + 4 * lane) * ACT_BYTES,
-                   load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, true));
 
 #if TOKENS > 1
     bool keeps[TILES][2], answers[TILES][2];  // which records and outputs the lane has
@@ -1299,7 +1345,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         warp_sync();
 
         // checkpoint times columns
-        float acc[COLUMNS][4], acc_low[COLUMNS][4];
+        constexpr bool TWO_LOW = S_TERMS == 2 && X_TERMS == 2 && COLUMNS == 1;
+        float acc[COLUMNS][4], acc_low[COLUMNS][4], acc_low_too[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int e = 0; e < 4; e++)
 #pragma unroll
@@ -1316,10 +1363,13 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                 for (int n = 0; n < COLUMNS; n++) {
                     const float z[2] = {x[n][step / 4][step % 4 * 2], x[n][step / 4][step % 4 * 2 + 1]};
-                    product<S_TERMS, X_TERMS>(acc[n], acc_low[n], h, l, z);
+                    product<S_TERMS, X_TERMS>(acc[n], acc_low[n], TWO_LOW ? acc_low_too : acc_low[n], h, l, z);
                 }
             }
         }
+        if (TWO_LOW)
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc_low[0][e] += acc_low_too[e];
 #else
 #pragma unroll
         for (int block = 0; block < 4; block++) {
