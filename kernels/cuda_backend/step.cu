@@ -67,7 +67,7 @@ struct Params {
     int R, L, T, B, pad_slot, layer;
     int wide_state, wide_ring, wide_lens, varlen;      // int64 indices; lens are cu_seqlens
     int g_type, beta_type, A_type, D_type, bias_type;  // as STATE
-    int turns;                                         // rows take turns, see seat_in_turn; B <= 256
+    int turns;                                         // rows take turns, see row_in_turn; B <= 256
     int l2norm, softplus, bounded;
     float scale, bound;
 };
@@ -349,9 +349,11 @@ DEVICE u16 stochastic_half(float x, u32 word) {
 }
 
 // A lane's place in memory that every unit needs. It comes by way of a shuffle so that it stays in a register:
-// what can be worked out from the lane's number the compiler works out again in every unit.
-DEVICE int pinned(int x, int lane) { return shuffle(x, lane); }
+// what can be worked out from the lane's number the compiler works out again in every unit. One token's program
+// has no registers left for it.
+DEVICE int pinned(int x, int lane) { return ONE ? x : shuffle(x, lane); }
 DEVICE char* pinned(char* x, int lane) {
+    if (ONE) return x;
     const u32 half = (u32)shuffle((int)(u32)(u64)x, lane);
     return (char*)((u64)(u32)shuffle((int)((u64)x >> 32), lane) << 32 | half);
 }
@@ -539,73 +541,57 @@ DEVICE i64 index_at(const void* p, int at, int wide) {
     return wide ? ((const i64*)p)[at] : ((const int*)p)[at];
 }
 
-struct Seat {  // a row in its turn, where rows take turns with its slot and cursors
-    int row, slot, start, hist;
-};
-
-DEVICE bool takes_turns(const Params& p) { return DELTA && p.turns; }
+DEVICE int slot_of(const Params& p, int row) {
+    return p.state_indices ? (int)index_at(p.state_indices, row, p.wide_state) : row;
+}
 
 // The row that this program serves. Rows that flush take longer than others, so they are spread
 // over the first three quarters of the grid. Which rows count as such is a guess that all programs share
 // (every row has T tokens); what a row computes does not depend on it.
-DEVICE Seat seat_in_turn(const Params& p, int lane) {
+DEVICE int row_in_turn(const Params& p, int lane) {
     const int turn = grid_y();
-    if (!takes_turns(p)) return {turn, 0, 0, 0};
-    int slots[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int b = 32 * i + lane;
-        slots[i] = -1;
-        if (b < p.B)
-            slots[i] = !p.state_indices ? b
-                       : p.wide_state   ? (int)((const i64*)p.state_indices)[b]
-                                        : ((const int*)p.state_indices)[b];
-    }
-    int starts[8], history[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        starts[i] = history[i] = 0;
-        if (slots[i] >= 0 && slots[i] != p.pad_slot)
-            starts[i] = p.ring_start[slots[i]], history[i] = p.hist_len[slots[i]];
-    }
+    if (!DELTA || !p.turns) return turn;
     u32 masks[8];
-    int flushes = 0;
+    int slots[8], flushes = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) slots[i] = 32 * i + lane < p.B ? slot_of(p, 32 * i + lane) : -1;
+    int history[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        history[i] = slots[i] >= 0 && slots[i] != p.pad_slot ? p.hist_len[slots[i]] : 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         masks[i] = votes(history[i] + p.T > p.L);
         flushes += bit_count(masks[i]);
     }
-    const int spread = flushes > 0 ? 3 * p.B / (4 * flushes) : 1, stride = spread > 1 ? spread : 1;
-    const bool flush = turn % stride == 0 && turn / stride < flushes;
-    const int before = (turn + stride - 1) / stride < flushes ? (turn + stride - 1) / stride : flushes;
-    int rank = flush ? turn / stride : turn - before, group = 0, local = 0, slot = 0, start = 0, hist = 0;
+    // Quotients of numbers this small come out exactly; the nudges keep whole ones whole.
+    const float spread = 0.75f * (float)p.B * fast_reciprocal((float)(flushes > 0 ? flushes : 1));
+    const int stride = spread > 1.f ? (int)(spread + 2e-4f) : 1;
+    const int round = (int)(((float)turn + 0.5f) * fast_reciprocal((float)stride)), begun = round * stride;
+    const bool flush = turn == begun && round < flushes;
+    const int before = round + (turn > begun);  // flushes that have had their turn
+    int rank = flush ? round : turn - (before < flushes ? before : flushes), group = 0, local = 0;
     u32 chosen = 0;  // the rows among which this one is number `local`
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int rows = p.B - 32 * i;
-        const u32 all = rows >= 32 ? 0xffffffffu
-                        : rows > 0 ? (1u << rows) - 1
-                                   : 0u,
-                  mask = (flush ? masks[i] : ~masks[i]) & all;
+        const u32 all = rows >= 32 ? 0xffffffffu : rows > 0 ? (1u << rows) - 1 : 0u;
+        const u32 mask = (flush ? masks[i] : ~masks[i]) & all;
         const int n = bit_count(mask);
-        if (rank >= 0 && rank < n) {
-            chosen = mask, group = 32 * i, local = rank;
-            slot = slots[i], start = starts[i], hist = history[i];
-        }
+        if (rank >= 0 && rank < n) chosen = mask, group = 32 * i, local = rank;
         rank -= n;
     }
     const int at = first_bit(votes((chosen >> lane & 1) && bit_count(chosen & ((1u << lane) - 1)) == local));
-    return {group + at, shuffle(slot, at), shuffle(start, at), shuffle(hist, at)};
+    return group + at;
 }
 
-DEVICE Where locate(const Params& p, const Seat& seat) {
-    const int b = seat.row;
+DEVICE Where locate(const Params& p, int b) {
     Where x;
-    x.slot = takes_turns(p) ? seat.slot : p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
+    x.slot = p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
     x.ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : x.slot;
     const bool live = x.slot >= 0 && x.ring >= 0 && !(p.state_indices && x.slot == p.pad_slot);
-    x.start = !live ? 0 : takes_turns(p) ? seat.start : p.ring_start[x.ring];
-    x.hist = !live ? 0 : takes_turns(p) ? seat.hist : p.hist_len[x.ring];
+    x.start = live ? p.ring_start[x.ring] : 0;
+    x.hist = live ? p.hist_len[x.ring] : 0;
     x.first = 0;
     i64 n = p.T;
     if (p.lens) {
@@ -619,14 +605,13 @@ DEVICE Where locate(const Params& p, const Seat& seat) {
 extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __grid_constant__ Params p) {
     const int lane = lane_id(), g = lane >> 2, c = lane & 3;
     follow();
-    const Seat seat = seat_in_turn(p, lane);
-    const int b = seat.row;
+    const int b = row_in_turn(p, lane);
     constexpr int PARTS = (V + FULL - 1) / FULL;
     const int part = grid_x() % PARTS, head = grid_x() / PARTS, key_head = head / GROUP;
     const int v_part = part * FULL;
 
     // the row
-    const Where where = locate(p, seat);
+    const Where where = locate(p, b);
     const i64 slot = where.slot, ring = where.ring, first = where.first;
     const int count = where.count, start = where.start, hist = where.hist;
     const int written = p.varlen ? count : p.T;  // tokens whose output this row owns
@@ -838,7 +823,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     {
         uint2 raw[LR];
         float4 gates[LR];
-        float tilde[LR][4], w[4] = {1, 1, 1, 1}, square[16];
+        float tilde[LR][4], reach[4] = {0, 0, 0, 0}, square[16];
         const uint2 raw_k = load4(k_row + 4 * lane * ACT_BYTES, true);
         const uint2 raw_q = load4(q_row + 4 * lane * ACT_BYTES, true);
         const uint4 raw_g =
@@ -859,9 +844,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     widen(raw[j], f);
                     square[j] = f[0] * f[0] + f[1] * f[1] + f[2] * f[2] + f[3] * f[3];
 #pragma unroll
-                    for (int e = 0; e < 4; e++) tilde[j][e] = f[e] * w[e];
-                    w[0] *= expf(gates[j].x), w[1] *= expf(gates[j].y);
-                    w[2] *= expf(gates[j].z), w[3] *= expf(gates[j].w);
+                    for (int e = 0; e < 4; e++) tilde[j][e] = f[e] * fast_exp2(reach[e]);
+                    reach[0] = fmaf(LOG2E, gates[j].x, reach[0]), reach[1] = fmaf(LOG2E, gates[j].y, reach[1]);
+                    reach[2] = fmaf(LOG2E, gates[j].z, reach[2]), reach[3] = fmaf(LOG2E, gates[j].w, reach[3]);
                 }
             } else {
 #pragma unroll
@@ -876,6 +861,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     make_float4(tilde[j][0], tilde[j][1], tilde[j][2], tilde[j][3]);
         const float n = scatter_sum(square, lane);
         record_norm = p.l2norm ? inverse_root(n + 1e-6f) : 1.f;
+        float w[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) w[e] = fast_exp2(reach[e]);
         *(float4*)(total_row + 4 * lane) = make_float4(w[0], w[1], w[2], w[3]);
 
         float key[4], query[4], log_decay[4], bias[4], x_lane[2][4];
@@ -889,9 +877,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float y = log_decay[e] + bias[e];
-            if (p.A) y = p.bounded ? p.bound * sigmoid(speed * y) : -speed * softplus(y);
+            if (p.A) y = p.bounded ? p.bound * fast_sigmoid(speed * y) : -speed * fast_softplus(y);
             log_decay[e] = y;
-            const float decay = expf(y);
+            const float decay = fast_exp2(LOG2E * y);
             x_lane[0][e] = key[e] * decay, x_lane[1][e] = query[e] * decay;
         }
         if (owns_gates)
