@@ -106,11 +106,15 @@ class StepConfig:
         values = UNIT * (ring * record + self.tokens * ACTIVATION_BYTES)
         keys = 0 if kda else ring * KEY_DIM * ACTIVATION_BYTES
         shared = stages * (unit + values) + keys
+        shared += 0 if one else 4 * matrix  # of tokens upon tokens
         if not kda:
-            return shared + (0 if one else 8 * matrix)
-        own = 8 * ring if one else 4 * ((matrix + 15) // 16 * 16)  # scores, or sums of pairs of tokens
-        ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
-        return shared + own + 4 * KEY_DIM * (1 + 2 * self.tokens + ring_keys)
+            return shared
+        own = 4 * KEY_DIM + (8 * ring if one else 0)  # decays, and one token's scores
+        drafts, ring_keys = 8 * self.tokens * KEY_DIM, 4 * ring * KEY_DIM
+        in_stage = ring_keys if one else drafts
+        if stages == 2 and unit >= in_stage:
+            own -= in_stage
+        return shared + own + drafts + ring_keys
 
 
 class Params(ctypes.Structure):

@@ -1,4 +1,4 @@
-// What both step kernels share: parameters, numbers, a row's place.
+// What both step kernels share: parameters, numbers, indices.
 //
 // Compile-time: RULE (0 Mamba-2, 1 GDN, 2 KDA), V, STATE (0 fp32, 1 bf16, 2 fp16), GROUP (value heads per key
 // head), STOCHASTIC. The key dimension is 128.
@@ -21,7 +21,7 @@ struct Params {
     int R, L, T, B, pad_slot, layer;
     int wide_state, wide_ring, wide_lens, varlen;      // int64 indices; lens are cu_seqlens
     int g_type, beta_type, A_type, D_type, bias_type;  // as STATE
-    int turns;                                         // rows take turns, see seat_in_turn; B <= 256
+    int turns;                                         // rows take turns, see row_in_turn; B <= 256
     int l2norm, softplus, bounded;
     float scale, bound;
 };
@@ -30,34 +30,42 @@ struct Params {
 
 DEVICE float high(float x) { return real(bits(x) & 0xffffe000u); }
 
-// The second of an operand's two terms; rounded, it loses half as much and nothing systematically.
-template <bool ROUNDED>
-DEVICE float rest_of(float x, float high_part) {
-    const float y = x - high_part;
-    return ROUNDED ? real(bits(y) + 0x1000u) : y;
-}
-
-template <int A_TERMS, bool ROUNDED>
-DEVICE void split(const float (&x)[4], float (&h)[4], float (&l)[4]) {
+// Operands in two terms. The first is cut off here though a product would do so: a copy of it, which operands
+// that come from memory in another order need anyway, costs no more.
+template <int TERMS, int N>
+DEVICE void split(const float (&x)[N], float (&h)[N], float (&l)[N]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        h[i] = A_TERMS == 2 ? high(x[i]) : x[i];
-        l[i] = A_TERMS == 2 ? rest_of<ROUNDED>(x[i], h[i]) : 0.f;
+    for (int i = 0; i < N; i++) {
+        h[i] = TERMS == 2 ? high(x[i]) : x[i];
+        l[i] = TERMS == 2 ? x[i] - h[i] : 0.f;
     }
 }
 
-// d + d_low += a @ b, both in two terms where they have them; the smaller products have a sum of their own.
-template <int A_TERMS, int B_TERMS, bool ROUNDED = false>
+// d and d_low += a @ b, both in two terms where they have them; the smaller products have a sum of their own,
+// which `with_low` adds; two sums are less of a chain.
+template <int A_TERMS, int B_TERMS>
+DEVICE void product(float (&d)[4], float (&d_low)[4], float (&d_low_too)[4], const float (&a)[4],
+                    const float (&a_low)[4], const float (&b)[2]) {
+    float h[2], l[2];
+    split<B_TERMS>(b, h, l);
+    if (B_TERMS == 2) mma(d_low, a, l);
+    if (A_TERMS == 2) mma(d_low_too, a_low, h);
+    mma(d, a, h);
+}
+template <int A_TERMS, int B_TERMS>
 DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const float (&a_low)[4],
                     const float (&b)[2]) {
-    float bh[2] = {b[0], b[1]};
-    if (B_TERMS == 2) {
-        bh[0] = high(b[0]), bh[1] = high(b[1]);
-        const float bl[2] = {rest_of<ROUNDED>(b[0], bh[0]), rest_of<ROUNDED>(b[1], bh[1])};
-        mma(d_low, a, bl);
-    }
-    if (A_TERMS == 2) mma(d_low, a_low, bh);
-    mma(d, a, bh);
+    product<A_TERMS, B_TERMS>(d, d_low, d_low, a, a_low, b);
+}
+
+// The sum of both. A second term has 13 bits, of which a product reads the first 11 of those that count: 7/8
+// of a last bit are lost in the mean, of 4095.5. Of a factor the second term is 4095.5 / 2^23 of its power of
+// two, and that is the factor by 1 / (2 ln 2) in the mean; the product of two second terms is left out. Both
+// are put back, so nothing is lost systematically.
+template <int A_TERMS, int B_TERMS>
+DEVICE float with_low(float d, float d_low) {
+    constexpr float CUT = 0.875f / 4095.5f, SECOND = 4095.5f / 8388608.f * 0.72134752f;
+    return fmaf(d_low, 1.f + CUT + (A_TERMS == 2 && B_TERMS == 2 ? SECOND / 2.f : 0.f), d);
 }
 
 // Two bf16 values, the first in the low half.
@@ -99,6 +107,30 @@ DEVICE void four(uint4 x, int type, float (&f)[4]) {
     } else {
         f[0] = scalar(x.x & 0xffff, type), f[1] = scalar(x.x >> 16, type);
         f[2] = scalar(x.y & 0xffff, type), f[3] = scalar(x.y >> 16, type);
+    }
+}
+
+template <int N>
+DEVICE void fetch_fours(uint4 (&x)[N], const void* p, i64 at, i64 stride, int type, int count) {
+    if (type == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = fetch_four(p, at + i * stride, 0, i < count);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) x[i] = fetch_four(p, at + i * stride, 1, i < count);
+    }
+}
+template <int N>
+DEVICE void fours(const uint4 (&x)[N], int type, float (&f)[N][4]) {
+    if (type == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i++) four(x[i], 0, f[i]);
+    } else if (type == 1) {
+#pragma unroll
+        for (int i = 0; i < N; i++) four(x[i], 1, f[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) four(x[i], 2, f[i]);
     }
 }
 
