@@ -230,9 +230,9 @@ DEVICE int pair_at(int s, int j, bool query) {
     return s == j ? first : first + 1 + 2 * (s - j - 1) + query;
 }
 
-struct Where {  // of a row: its slots, its tokens' place among packed ones and number, its cursors
+struct Where {  // of a row: its slots, its tokens' place among packed ones and number
     i64 slot, ring, first;
-    int count, start, hist;
+    int count;
 };
 
 DEVICE int slot_of(const Params& p, int row) {
@@ -284,8 +284,6 @@ DEVICE Where locate(const Params& p, int b) {
     x.slot = p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
     x.ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : x.slot;
     const bool live = x.slot >= 0 && x.ring >= 0 && !(p.state_indices && x.slot == p.pad_slot);
-    x.start = live ? p.ring_start[x.ring] : 0;
-    x.hist = live ? p.hist_len[x.ring] : 0;
     x.first = 0;
     i64 n = p.T;
     if (p.lens) {
@@ -307,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     // the row
     const Where where = locate(p, b);
     const i64 slot = where.slot, ring = where.ring, first = where.first;
-    const int count = where.count, start = where.start, hist = where.hist;
+    const int count = where.count;
     const int written = p.varlen ? count : p.T;  // tokens whose output this row owns
     const i64 batch = p.varlen ? 0 : b;
     char* const out_row = (char*)p.out + (batch * p.b_out + first * p.t_out + (i64)head * V) * ACT_BYTES;
@@ -327,9 +325,13 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                    V - v_part - 16 * unit, lane);
     };
     issue_unit(0, 0);
+    if (STAGES > 1 && !KDA) issue_unit(1, 1);
+    warp_sync();  // or the assembler puts the copies off, until the cursors are there
+    const int cursor = lane < 2 ? (int)issue4((lane ? p.hist_len : p.ring_start) + ring) : 0;
+    const int start = shuffle(cursor, 0), hist = shuffle(cursor, 1);
     const bool flush = hist + count > p.L, is_record = lane < hist, is_token = lane < count;
     const bool single = RING_IN_STAGE && flush;
-    if (STAGES > 1 && !CHAIN && !single) issue_unit(1, 1);
+    if (STAGES > 1 && KDA && !CHAIN && !single) issue_unit(1, 1);
 
     const char* const q_row =
         (const char*)p.q_in + (batch * p.b_q + first * p.t_q + (i64)key_head * K) * ACT_BYTES;
