@@ -39,7 +39,7 @@ constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
 constexpr int U_BYTES = DELTA ? 4 : 2;  // of a record's value: u in fp32, x of Mamba-2 in bf16
 constexpr int AT_U = UNIT_BYTES, AT_VALUES = AT_U + 16 * LR * U_BYTES;
 constexpr int STAGE_BYTES = AT_VALUES + 16 * TOKENS * ACT_BYTES;
-constexpr int AT_KEYS = STAGES * STAGE_BYTES;  // of the history, for a flush
+constexpr int AT_KEYS = STAGES * STAGE_BYTES;                       // of the history, for a flush
 constexpr int AT_CELLS = AT_KEYS + (KDA ? 0 : LR * K * ACT_BYTES);  // of tokens upon tokens, see cell
 constexpr int AT_SCORES = AT_CELLS + (ONE ? 0 : 4 * TOKENS * TOKENS);
 constexpr int AT_TOTAL = AT_SCORES + (KDA && ONE ? 8 * LR : 0);
@@ -104,10 +104,10 @@ DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const
     product<A_TERMS, B_TERMS>(d, d_low, d_low, a, a_low, b);
 }
 
-// The sum of both. A second term has 13 bits, of which a product reads the first 11 of those that count: 7/8 of
-// a last bit are lost in the mean, of 4095.5. Of a factor the second term is 4095.5 / 2^23 of its power of two,
-// and that is the factor by 1 / (2 ln 2) in the mean; the product of two second terms is left out. Both are
-// put back, so nothing is lost systematically.
+// The sum of both, with what operands lose in the mean put back: a one-sided loss would add up in states. A
+// second term has 13 bits, of which a product reads the first 11 of those that count: 7/8 of a last bit are
+// lost of 4095.5. The product of two second terms is left out; a second term is 4095.5 / 2^23 of its factor's
+// power of two, and that is the factor by 1 / (2 ln 2).
 template <int A_TERMS, int B_TERMS>
 DEVICE float with_low(float d, float d_low) {
     constexpr float CUT = 0.875f / 4095.5f, SECOND = 4095.5f / 8388608.f * 0.72134752f;
@@ -348,9 +348,9 @@ DEVICE u16 stochastic_half(float x, u32 word) {
     return (u16)(sign | h);
 }
 
-// A lane's place in memory that every unit needs. It comes by way of a shuffle so that it stays in a register:
-// what can be worked out from the lane's number the compiler works out again in every unit. One token's program
-// has no registers left for it.
+// A lane's place in memory that every unit needs. It comes by way of a shuffle so that it stays in a
+// register: what can be worked out from the lane's number the compiler works out again in every unit. One
+// token's program has no registers left for it.
 DEVICE int pinned(int x, int lane) { return ONE ? x : shuffle(x, lane); }
 DEVICE char* pinned(char* x, int lane) {
     if (ONE) return x;
@@ -419,7 +419,8 @@ DEVICE void unit_operand(const unsigned char* stage, int row, int at, float (&y)
         }
 }
 
-// This lane's two elements of steps 2 i and 2 i + 1, of row g of 8 fp32 rows in shared memory or of the only one.
+// This lane's two elements of steps 2 i and 2 i + 1, of row g of 8 fp32 rows in shared memory or of the only
+// one.
 template <bool ONLY>
 DEVICE void two_steps(const float* rows, int i, int lane, float (&x)[2][2]) {
     if (STATE == 0) {
@@ -476,7 +477,7 @@ DEVICE void store_row(char* to, int c, int block, const float (&x)[8], i64 seed,
     for (int i = 0; i < 8; i++) y[i] = narrow(x[i], STATE);
 #endif
     *(uint4*)(to + 64 * block + 16 * c) = make_uint4(y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16,
-                                                      y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
+                                                     y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
 }
 
 // Where 16 bytes of a unit's values of a row lie, of records or tokens; so that lanes read rows 2c, or 2c +
@@ -845,8 +846,10 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     square[j] = f[0] * f[0] + f[1] * f[1] + f[2] * f[2] + f[3] * f[3];
 #pragma unroll
                     for (int e = 0; e < 4; e++) tilde[j][e] = f[e] * fast_exp2(reach[e]);
-                    reach[0] = fmaf(LOG2E, gates[j].x, reach[0]), reach[1] = fmaf(LOG2E, gates[j].y, reach[1]);
-                    reach[2] = fmaf(LOG2E, gates[j].z, reach[2]), reach[3] = fmaf(LOG2E, gates[j].w, reach[3]);
+                    reach[0] = fmaf(LOG2E, gates[j].x, reach[0]),
+                    reach[1] = fmaf(LOG2E, gates[j].y, reach[1]);
+                    reach[2] = fmaf(LOG2E, gates[j].z, reach[2]),
+                    reach[3] = fmaf(LOG2E, gates[j].w, reach[3]);
                 }
             } else {
 #pragma unroll
@@ -1104,7 +1107,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 two_steps<false>(draft_rows + 8 * i * K, two, lane, y);
                 two_steps<true>(total_row, two, lane, w);
 #pragma unroll
-                for (int e = 0; e < 4; e++) x[i][two / 2][two % 2 * 4 + e] = y[e / 2][e % 2] * w[e / 2][e % 2];
+                for (int e = 0; e < 4; e++)
+                    x[i][two / 2][two % 2 * 4 + e] = y[e / 2][e % 2] * w[e / 2][e % 2];
             }
         }
         warp_sync();
@@ -1286,7 +1290,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     const int s = SHARED_TILE ? g & 3 : 8 * t + g, at = 8 * u + 2 * c + n;
                     const bool solves = DELTA && s > at && s < TOKENS && (!SHARED_TILE || g < 4);
                     const bool replies = s >= at && s < TOKENS && (!SHARED_TILE || g >= 4);
-                    const float y = cells[solves ? cell(s, at, false) : 0], z = cells[replies ? cell(s, at, true) : 0];
+                    const float y = cells[solves ? cell(s, at, false) : 0],
+                                z = cells[replies ? cell(s, at, true) : 0];
                     solve_b[t][u][n] = solves ? y : SHARED_TILE && replies ? z : 0.f;
                     reply_b[t][u][n] = replies ? z : 0.f;
                 }
@@ -1351,7 +1356,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                 for (int n = 0; n < COLUMNS; n++) {
                     const float z[2] = {x[n][step / 4][step % 4 * 2], x[n][step / 4][step % 4 * 2 + 1]};
-                    product<S_TERMS, X_TERMS>(acc[n], acc_low[n], TWO_LOW ? acc_low_too : acc_low[n], h, l, z);
+                    product<S_TERMS, X_TERMS>(acc[n], acc_low[n], TWO_LOW ? acc_low_too : acc_low[n], h, l,
+                                              z);
                 }
             }
         }
@@ -1434,7 +1440,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 product<PAST_TERMS, 2>(recent, recent_low, past_h[r], past_l[r], ring_b[i][r]);
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                acc[i][e] = fmaf(with_low<S_TERMS, X_TERMS>(acc[i][e], acc_low[i][e]), total, with_low<PAST_TERMS, 2>(recent[e], recent_low[e])) *
+                acc[i][e] = fmaf(with_low<S_TERMS, X_TERMS>(acc[i][e], acc_low[i][e]), total,
+                                 with_low<PAST_TERMS, 2>(recent[e], recent_low[e])) *
                             column_factor[i][e & 1];
         }
 
@@ -1471,7 +1478,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const float own = right[t][2 * (e & 1) + (e >> 1)];
-                o[e] = (SHARED_TILE && c < 2 ? own : acc[JOINT ? t : TILES + t][e]) + with_low<2, 2>(o[e], o_low[e]);
+                o[e] = (SHARED_TILE && c < 2 ? own : acc[JOINT ? t : TILES + t][e]) +
+                       with_low<2, 2>(o[e], o_low[e]);
                 u[e] = own + with_low<2, 2>(u[e], u_low[e]);
             }
 #pragma unroll
@@ -1493,7 +1501,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         }
                     }
                     if (query >= count) y[0] = y[1] = 0.f;
-                    store2(out_to + 16 * ACT_BYTES * unit + (8 * t + n) * p.t_out * ACT_BYTES, round2(y[0], y[1]));
+                    store2(out_to + 16 * ACT_BYTES * unit + (8 * t + n) * p.t_out * ACT_BYTES,
+                           round2(y[0], y[1]));
                 }
             }
         }
@@ -1522,7 +1531,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     for (int t = 0; t < 3; t++) folded[r / 2][t][2 * (r % 2) + e] = terms[t];
                 }
 #endif
-#pragma unroll (KDA ? 2 : 1)  // more would take registers beyond what GDN has
+#pragma unroll(KDA ? 2 : 1)  // more would take registers beyond what GDN has
             for (int block = 0; block < 4; block++) {
                 float tile[2][8], d[4][4], d_low[4][4];  // products of element i of each four
 #pragma unroll
@@ -1539,8 +1548,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                                  z = chunk_of(ring_keys, 8 * r + 2 * c + 1, four_of(g), block);
                     const float keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
 #pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        product<2, 2>(d[i], d_low[i], fh[r], fl[r], keys[i]);
+                    for (int i = 0; i < 4; i++) product<2, 2>(d[i], d_low[i], fh[r], fl[r], keys[i]);
                 }
 #else
 #pragma unroll
@@ -1569,7 +1577,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         float& s = tile[e >> 1][4 * (e & 1) + i];
-                        s = fmaf(s, kept[e & 1][i], KDA ? with_low<2, 2>(d[i][e], d_low[i][e]) : d[i][e] + d_low[i][e]);
+                        s = fmaf(s, kept[e & 1][i],
+                                 KDA ? with_low<2, 2>(d[i][e], d_low[i][e]) : d[i][e] + d_low[i][e]);
                     }
 #pragma unroll
                 for (int r = 0; r < 2; r++)
