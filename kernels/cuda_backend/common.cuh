@@ -58,10 +58,10 @@ DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const
     product<A_TERMS, B_TERMS>(d, d_low, d_low, a, a_low, b);
 }
 
-// The sum of both. A second term has 13 bits, of which a product reads the first 11 of those that count: 7/8
-// of a last bit are lost in the mean, of 4095.5. Of a factor the second term is 4095.5 / 2^23 of its power of
-// two, and that is the factor by 1 / (2 ln 2) in the mean; the product of two second terms is left out. Both
-// are put back, so nothing is lost systematically.
+// The sum of both, with what operands lose in the mean put back: a one-sided loss would add up in states. A
+// second term has 13 bits, of which a product reads the first 11 of those that count: 7/8 of a last bit are
+// lost of 4095.5. The product of two second terms is left out; a second term is 4095.5 / 2^23 of its factor's
+// power of two, and that is the factor by 1 / (2 ln 2).
 template <int A_TERMS, int B_TERMS>
 DEVICE float with_low(float d, float d_low) {
     constexpr float CUT = 0.875f / 4095.5f, SECOND = 4095.5f / 8388608.f * 0.72134752f;
