@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,7 +28,7 @@ import triton
 
 PYTEST = [sys.executable, "-P", "-m", "pytest", "-m", "gpu"]
 TOOLS = ("memcheck", "racecheck", "initcheck")
-LIMIT_S = 150
+LIMIT_S = 300
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?).*")
 
 
@@ -127,8 +128,8 @@ def sanitizer(out: str, *tools: str) -> int:
         return status
     # Every tensor becomes an allocation of its own, whose ends the tools know.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    rows = []
-    for tool in tools or TOOLS:
+
+    def watch(tool: str) -> dict[str, object]:
         begin = time.monotonic()
         watched = [found, "--tool", tool, "--target-processes", "application-only", "--error-exitcode", "9"]
         if tool == "memcheck":
@@ -147,11 +148,13 @@ def sanitizer(out: str, *tools: str) -> int:
         except subprocess.TimeoutExpired as error:
             raw = error.stdout or b""
             status, output = 124, raw.decode() if isinstance(raw, bytes) else raw
-        rows.append(verdict(tool, status, output, time.monotonic() - begin))
-        print(json.dumps(rows[-1], indent=1), flush=True)
-        if rows[-1]["outcome"] == "failed":
-            print(output[-4000:], flush=True)
-        write(out, record("gpu-sanitizer", "bench/gpu_tests.py --sanitizer", rows))
+        said = verdict(tool, status, output, time.monotonic() - begin)
+        print(json.dumps(said, indent=1), output[-4000:] if said["outcome"] == "failed" else "", flush=True)
+        return said
+
+    with ThreadPoolExecutor() as pool:  # the tools run side by side
+        rows = list(pool.map(watch, tools or TOOLS))
+    write(out, record("gpu-sanitizer", "bench/gpu_tests.py --sanitizer", rows))
     return int(any(each["outcome"] == "failed" for each in rows))
 
 

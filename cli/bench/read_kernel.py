@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 8192
+SHAPES = ((4096, 8), (8192, 8), (8192, 16), (16384, 16))
+"""Values of a program and its warps; which of them is fastest differs from GPU to GPU."""
 
 
 @triton.jit
@@ -16,6 +17,6 @@ def _sum_blocks(source, target, block: tl.constexpr):
     tl.store(target + index, tl.sum(values))
 
 
-def read(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Read all of `source` (`[n]` fp32, n a multiple of 8192); sums of its blocks go to `target`."""
-    _sum_blocks[(source.numel() // BLOCK,)](source, target, BLOCK, num_warps=8)
+def read(source: torch.Tensor, target: torch.Tensor, block: int, warps: int) -> None:
+    """Read all of `source` (`[n]` fp32, `block` divides n); sums of its blocks go to `target`."""
+    _sum_blocks[(source.numel() // block,)](source, target, block, num_warps=warps)

@@ -1,7 +1,8 @@
 """The `cuda` backend: the step as CUDA C++, compiled at first use; for chains on NVIDIA GPUs.
 
 It serves what the models that people run ask for, and refuses the rest: bf16 activations, key dimension
-128, at most 16 tokens a row (KDA: 8), windows to 32 (KDA: 16), no draft trees. `step.cu` says how it works.
+128, at most 16 tokens a row (KDA: 8), windows to 32 (KDA: 16), no draft trees. `step.cu` says how it works,
+and `small.cu` how steps of few heads do.
 A step is one launch a layer, without allocation or synchronisation as long as inputs are dense over heads and
 channels and begin on vector boundaries; inputs that do not are copied first.
 """
@@ -16,8 +17,8 @@ import torch
 
 from replayssm.core.geometry import Rule
 from replayssm.kernels.checks import is_aligned
-from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Config, Params, missing, program
-from replayssm.kernels.cuda_backend.cut import ONE_WAVE, cut
+from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Params, missing, program
+from replayssm.kernels.cuda_backend.cut import ONE_WAVE, config, cut
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 
@@ -206,20 +207,20 @@ def _step(
     params.pad_slot, params.layer = index.pad_slot_id, layer
     compiled = next(n for n in (1, 4, 8, 16) if tokens <= n)
     share = cut(rule, V, compiled, batch * HV, _gpu(out.device))
-    config = Config(
-        rule, V, HV // H, state.dtype, compiled,
-        2 if window <= 16 else 4, share.units, rand_seed is not None,
-    )  # fmt: skip
+    compiled_for = config(
+        share, rule, V, HV // H, state.dtype, compiled, window, R, rand_seed is not None, params
+    )
     programs = HV * -(-V // (UNIT * share.units))
     params.turns = (
-        rule is not Rule.MAMBA2
+        compiled_for.warps == 1
+        and rule is not Rule.MAMBA2
         and programs * batch > ONE_WAVE
         and 1 < batch <= _MOST_TURNS
         and index.ring_indices is None
     )
     stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
     device = -1 if out.device.index is None else out.device.index
-    program(config, device).launch((programs, batch), params, stream)
+    program(compiled_for, device).launch((programs, batch), params, stream)
     return out
 
 

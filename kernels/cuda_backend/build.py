@@ -1,4 +1,4 @@
-"""The step kernel as a program: its compile-time configuration, its parameters, its build.
+"""The step kernels as programs: their compile-time configurations, their parameters, their build.
 
 The source is compiled at first use by NVRTC, for the device at hand and one configuration, in a few
 seconds; the machine code is kept in the user's cache folder (`$XDG_CACHE_HOME/replayssm`, by default
@@ -11,11 +11,12 @@ import ctypes
 import hashlib
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RULES = {Rule.MAMBA2: 0, Rule.GDN: 1, Rule.KDA: 2}
-SOURCES = ("primitives.cuh", "step.cu")
+SHARED_SOURCES = ("primitives.cuh", "common.cuh")
 UNIT = 16
 """Value rows of a unit, the piece of a checkpoint that a program works on at a time."""
 KEY_DIM = 128
@@ -42,13 +43,23 @@ SHARED_LIMIT = 227 * 1024
 """Bytes of shared memory of a Hopper multiprocessor."""
 SHARED_RESERVED = 1024
 """Of these, what each program costs besides its own."""
+_SCORE_STRIDE = 40
 _EARLY_LAUNCH = 9
 """Major compute capability from which on a kernel may be launched before the one it waits for has ended."""
 
 
+def _options(values: Mapping[str, int]) -> list[str]:
+    return [f"-D{name}={value}" for name, value in values.items()]
+
+
 @dataclass(frozen=True)
-class Config:
-    """What the kernel knows at compile time; the head of `step.cu` says what each means."""
+class StepConfig:
+    """What `step.cu` knows at compile time; its head says what each means.
+
+    Attributes:
+        source: the file of the kernel.
+        warps: of a program.
+    """
 
     rule: Rule
     value_dim: int
@@ -58,16 +69,25 @@ class Config:
     records: int
     units: int
     stochastic: bool
+    source: ClassVar[str] = "step.cu"
+    warps: ClassVar[int] = 1
 
     def defines(self) -> list[str]:
         """The configuration as compiler options."""
-        values = {
+        return _options({
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
-            "STATE": TYPES[self.state_dtype], "TOKENS": self.tokens,
+            "STATE": TYPES[self.state_dtype], "WARPS": self.warps, "TOKENS": self.tokens,
             "RECORDS": self.records, "UNITS": self.units,
             "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
-        }  # fmt: skip
-        return [f"-D{name}={value}" for name, value in values.items()]
+        })  # fmt: skip
+
+    @property
+    def fills(self) -> bool:
+        """Whether the step may be large, and a multiprocessor shall hold as many programs as it can.
+
+        Another division of its memory than the next kernel's costs that one a few microseconds.
+        """
+        return self.units > 1
 
     @property
     def programs(self) -> int:
@@ -86,11 +106,15 @@ class Config:
         values = UNIT * (ring * record + self.tokens * ACTIVATION_BYTES)
         keys = 0 if kda else ring * KEY_DIM * ACTIVATION_BYTES
         shared = stages * (unit + values) + keys
+        shared += 0 if one else 4 * matrix  # of tokens upon tokens
         if not kda:
-            return shared + (0 if one else 8 * matrix)
-        own = 8 * ring if one else 4 * ((matrix + 15) // 16 * 16)  # scores, or sums of pairs of tokens
-        ring_keys = 0 if stages == 2 and unit >= 4 * ring * KEY_DIM else ring
-        return shared + own + 4 * KEY_DIM * (1 + 2 * self.tokens + ring_keys)
+            return shared
+        own = 4 * KEY_DIM + (8 * ring if one else 0)  # decays, and one token's scores
+        drafts, ring_keys = 8 * self.tokens * KEY_DIM, 4 * ring * KEY_DIM
+        in_stage = ring_keys if one else drafts
+        if stages == 2 and unit >= in_stage:
+            own -= in_stage
+        return shared + own + drafts + ring_keys
 
 
 class Params(ctypes.Structure):
@@ -115,6 +139,107 @@ class Params(ctypes.Structure):
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Kinds:
+    """Of a step's arguments what `small.cu` knows at compile time: which there are, and their types.
+
+    Attributes:
+        state_index: slots of the state, 0 if not given, 1 int32, 2 int64.
+        ring_index: slots of the ring, likewise.
+        lens: tokens of the rows, likewise.
+        varlen: whether those are sums (`cu_seqlens`).
+        g_type: of gates, as `TYPES`.
+        beta_type: of beta, likewise.
+        a_type: of `A`, likewise; -1 if not given.
+        bias_type: of `dt_bias`, likewise.
+        d_type: of `D`, likewise.
+        has_z: whether outputs are gated.
+        l2norm: whether keys and queries are normalised.
+        softplus: whether `dt` is made positive.
+        bounded: whether KDA's gate is the bounded one.
+    """
+
+    state_index: int
+    ring_index: int
+    lens: int
+    varlen: bool
+    g_type: int
+    beta_type: int
+    a_type: int
+    bias_type: int
+    d_type: int
+    has_z: bool
+    l2norm: bool
+    softplus: bool
+    bounded: bool
+
+    @classmethod
+    def of(cls, params: Params) -> Kinds:
+        """Those of a step's parameters."""
+        return cls(
+            state_index=1 + params.wide_state if params.state_indices else 0,
+            ring_index=1 + params.wide_ring if params.ring_indices else 0,
+            lens=1 + params.wide_lens if params.lens else 0,
+            varlen=bool(params.varlen),
+            g_type=params.g_type,
+            beta_type=params.beta_type,
+            a_type=params.A_type if params.A else -1,
+            bias_type=params.bias_type if params.dt_bias else -1,
+            d_type=params.D_type if params.D else -1,
+            has_z=bool(params.z_in),
+            l2norm=bool(params.l2norm),
+            softplus=bool(params.softplus),
+            bounded=bool(params.bounded),
+        )
+
+
+@dataclass(frozen=True)
+class SmallConfig:
+    """What `small.cu` knows at compile time, likewise.
+
+    Attributes:
+        kinds: of the arguments.
+    """
+
+    rule: Rule
+    value_dim: int
+    group: int
+    state_dtype: torch.dtype
+    tokens: int
+    ring: int
+    rows: int
+    stochastic: bool
+    kinds: Kinds
+    source: ClassVar[str] = "small.cu"
+    warps: ClassVar[int] = 4
+    fills: ClassVar[bool] = False
+
+    def defines(self) -> list[str]:
+        """The configuration as compiler options."""
+        return _options({
+            "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
+            "STATE": TYPES[self.state_dtype], "WARPS": self.warps, "TOKENS": self.tokens,
+            "RING": self.ring, "ROWS": self.rows, "STOCHASTIC": int(self.stochastic),
+            **{name.upper(): int(value) for name, value in asdict(self.kinds).items()},
+        })  # fmt: skip
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, as the source lays it out."""
+        tokens = self.tokens
+        queries = 4 if tokens <= 4 else 8
+        columns = tokens * (1 if self.rule is Rule.MAMBA2 else 2)
+        common = 2 * queries * (_SCORE_STRIDE + 8) + 32 + 32 + 16 + 20 + 2 * tokens**2
+        rows = self.rows * (columns + 1) if tokens > 1 else 0
+        shared = -(-4 * (common + rows) // 16) * 16
+        if self.rule is not Rule.KDA:
+            return shared
+        return shared + self.ring * KEY_DIM * (4 + ACTIVATION_BYTES) + 4 * 3 * KEY_DIM
+
+
+Config = StepConfig | SmallConfig
+
+
 @cache
 def missing() -> str | None:
     """What the build lacks on this machine; `None` when it lacks nothing."""
@@ -128,9 +253,10 @@ def missing() -> str | None:
     return None
 
 
-def source() -> str:
-    """The kernel's source text."""
-    return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in SOURCES)
+def source(config: Config, shared: Sequence[str] = SHARED_SOURCES) -> str:
+    """A kernel's source text."""
+    names = (*shared, config.source)
+    return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
 
 
 class Program:
@@ -144,14 +270,15 @@ class Program:
             self._module = _checked(driver.cuModuleLoadData(image))
             self._function = _checked(driver.cuModuleGetFunction(self._module, b"replay_step"))
             attributes = driver.CUfunction_attribute
-            for name, value in (
-                (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, config.shared_bytes),
-                (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
-            ):
+            wanted = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: config.shared_bytes}
+            if config.fills:
+                wanted[attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT] = 100
+            for name, value in wanted.items():
                 _checked(driver.cuFuncSetAttribute(self._function, name, value))
         self._device = device
         self._shape = driver.CUlaunchConfig()
-        self._shape.blockDimX, self._shape.blockDimY, self._shape.blockDimZ = WARP, 1, 1
+        self._shape.blockDimX = WARP * config.warps
+        self._shape.blockDimY, self._shape.blockDimZ = 1, 1
         self._shape.gridDimZ = 1
         self._shape.sharedMemBytes = config.shared_bytes
         if major >= _EARLY_LAUNCH:
@@ -196,7 +323,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 def machine_code(config: Config, arch: str) -> bytes:
     """The kernel of a configuration for an architecture such as `sm_90`, compiled or from the cache."""
-    text = source()
+    text = source(config)
     plain = ("--std=c++17", "--device-as-default-execution-space", "--disable-warnings")
     options = [f"--gpu-architecture={arch}", *plain, *config.defines()]
     version = _checked_pair(nvrtc.nvrtcVersion())
@@ -205,7 +332,7 @@ def machine_code(config: Config, arch: str) -> bytes:
     kept = Path(base, "replayssm", f"{key}.cubin")
     with suppress(OSError):
         return kept.read_bytes()
-    code = _compile(text, options)
+    code = _compile(config.source, text, options)
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         own = kept.with_suffix(f".{os.getpid()}")
@@ -221,13 +348,13 @@ def _checked_pair(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return result[1:]
 
 
-def _compile(text: str, options: list[str]) -> bytes:
+def _compile(name: str, text: str, options: list[str]) -> bytes:
     """Machine code of the source.
 
     Raises:
         RuntimeError: the compiler's own messages.
     """
-    handle = _checked(nvrtc.nvrtcCreateProgram(text.encode(), b"step.cu", 0, [], []))
+    handle = _checked(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
     status = nvrtc.nvrtcCompileProgram(handle, len(options), [option.encode() for option in options])[0]
     if int(status) != 0:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(handle))

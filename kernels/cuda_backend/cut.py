@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from replayssm.core.geometry import Rule
-from replayssm.kernels.cuda_backend.build import UNIT
+from replayssm.kernels.cuda_backend.build import UNIT, Config, Kinds, Params, SmallConfig, StepConfig
 
 
 @dataclass(frozen=True)
@@ -17,23 +19,29 @@ class Cut:
 
     Attributes:
         units: units of 16 value rows, of one head.
+        warps: 1, which works on unit after unit (`step.cu`), or 4, which share them (`small.cu`).
     """
 
     units: int
+    warps: int = 1
 
 
+MOST_RING = 32
+"""Rows of a ring that `small.cu` takes in one piece."""
 ONE_WAVE = 1024
 """Programs that a large GPU runs at a time, about."""
 LARGE = 8 * ONE_WAVE
 TABLE = Path(__file__).with_name("launch_shapes.json")
-"""Shapes measured by `bench/launch_shapes.py`: of each GPU, of each `shape_key`, pairs that ascend, of the
-most heads of a step that a share serves and its units. Beyond the last pair a share is a whole head."""
+"""Shapes measured by `bench/launch_shapes.py`: of each GPU, of each `shape_key`, triples that ascend, of the
+most heads of a step that a share serves, its units and its warps. Beyond the last a share is a whole head."""
+
+Shapes = dict[str, list[tuple[int, int, int]]]
 
 
 @cache
-def tables() -> dict[str, dict[str, list[tuple[int, int]]]]:
+def tables() -> dict[str, Shapes]:
     """The measured shapes of all GPUs, by name."""
-    content: dict[str, dict[str, list[tuple[int, int]]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    content: dict[str, Shapes] = json.loads(TABLE.read_text(encoding="utf-8"))
     return content
 
 
@@ -51,8 +59,49 @@ def cut(rule: Rule, value_dim: int, tokens: int, heads: int, gpu: str) -> Cut:
     whole = -(-value_dim // UNIT)
     measured = tables().get(gpu, {}).get(shape_key(rule, value_dim, tokens))
     if measured is not None:
-        return Cut(next((units for most, units in measured if heads <= most), whole))
+        return next((Cut(units, warps) for most, units, warps in measured if heads <= most), Cut(whole))
     if heads >= LARGE:
         return Cut(whole)
     parts = next((n for n in (2, 4) if heads * min(n, whole) >= ONE_WAVE), whole)
     return Cut(-(-whole // min(parts, whole)))
+
+
+def serves_small(rule: Rule, tokens: int, ring: int) -> bool:
+    """Whether `small.cu` serves steps of at most so many tokens a row, on rings of so many rows."""
+    return ring <= MOST_RING and tokens <= (1 if rule is Rule.KDA else 8)
+
+
+def config(
+    share: Cut,
+    rule: Rule,
+    value_dim: int,
+    group: int,
+    state_dtype: torch.dtype,
+    tokens: int,
+    window: int,
+    ring: int,
+    stochastic: bool,
+    params: Params,
+) -> Config:
+    """What a step is compiled for; of four warps only where `small.cu` serves it.
+
+    Args:
+        share: how it is cut.
+        rule: the layer's rule.
+        value_dim: of a head.
+        group: value heads per key head.
+        state_dtype: of the checkpoint.
+        tokens: 1, 4, 8 or 16, the most a row brings.
+        window: `L`.
+        ring: rows of the ring, `R`.
+        stochastic: whether the checkpoint is rounded stochastically.
+        params: its arguments.
+    """
+    if share.warps > 1 and serves_small(rule, tokens, ring):
+        rows = UNIT * share.units
+        held = -(-ring // 4) * 4 if rule is Rule.KDA else MOST_RING
+        return SmallConfig(
+            rule, value_dim, group, state_dtype, tokens, held, rows, stochastic, Kinds.of(params)
+        )
+    records = 2 if window <= 16 else 4
+    return StepConfig(rule, value_dim, group, state_dtype, tokens, records, share.units, stochastic)

@@ -8,7 +8,8 @@ typedef unsigned short u16;
 typedef unsigned long long u64;
 typedef long long i64;
 
-DEVICE int lane_id() { return threadIdx.x; }
+DEVICE int lane_id() { return threadIdx.x & 31; }
+DEVICE int warp_id() { return threadIdx.x >> 5; }
 DEVICE int grid_x() { return blockIdx.x; }
 DEVICE int grid_y() { return blockIdx.y; }
 
@@ -44,6 +45,7 @@ DEVICE u32 votes(bool x) { return __ballot_sync(0xffffffffu, x); }
 DEVICE int bit_count(u32 x) { return __popc(x); }
 DEVICE int first_bit(u32 x) { return __ffs(x) - 1; }
 DEVICE void warp_sync() { __syncwarp(); }
+DEVICE void block_sync() { __syncthreads(); }
 
 // The kernel after this one may be launched; this one goes on when the kernel before it has ended.
 DEVICE void follow() {
@@ -91,6 +93,44 @@ DEVICE void load_matrices(u32 (&x)[4], const void* row) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(from)
                  : "memory");
+}
+
+// Loads that stay where they stand, so that they are on their way before anything is waited for.
+DEVICE u16 issue2(const void* p) {
+    u16 x;
+    asm volatile("ld.global.b16 %0, [%1];" : "=h"(x) : "l"(p));
+    return x;
+}
+DEVICE u32 issue4(const void* p) {
+    u32 x;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
+DEVICE uint2 issue8(const void* p) {
+    uint2 x;
+    asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    return x;
+}
+DEVICE uint4 issue16(const void* p) {
+    uint4 x;
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p));
+    return x;
+}
+// The assembler moves even those, into the branch that asks for them, but not loads that are ordered; these
+// leave out the L1 cache, so they are for what a multiprocessor reads once.
+DEVICE uint2 issue8_once(const void* p) {
+    uint2 x;
+    asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    return x;
+}
+DEVICE uint4 issue16_once(const void* p) {
+    uint4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p));
+    return x;
 }
 
 // 16 bytes to shared memory without registers; zeros where `inside` is false.

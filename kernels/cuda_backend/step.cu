@@ -8,18 +8,14 @@
 // system) is worked out once. A row that must flush folds its records, of a delta rule `u` in fp32, while the
 // unit is still in shared memory.
 //
-// Compile-time: RULE (0 Mamba-2, 1 GDN, 2 KDA), V, STATE (0 fp32, 1 bf16, 2 fp16), TOKENS (1, 4, 8
-// or 16, the most a row brings), RECORDS (8-record tiles of the window), UNITS, GROUP (value heads per
-// key head), STOCHASTIC, PROGRAMS (that a multiprocessor shall hold). The key dimension is 128.
+// Compile-time, besides those of common.cuh: WARPS (1), TOKENS (1, 4, 8 or 16, the most a row brings),
+// RECORDS (8-record tiles of the window), UNITS, PROGRAMS (that a multiprocessor shall hold).
 //
 // Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of a unit it holds value rows 2g and 2g + 1, as rows g
 // and g + 8 of the operand. Of the key dimension it holds, in each block of 32, elements 8c .. 8c + 7;
 // product step i takes elements 2i and 2i + 1. Of a result tile it holds columns 2c and 2c + 1, which are
 // then the operand of the next product without any exchange.
 
-#define K 128
-constexpr bool DELTA = RULE != 0, KDA = RULE == 2;
-constexpr int STATE_BYTES = STATE == 0 ? 4 : 2, ACT_BYTES = 2;  // activations are bf16
 constexpr int FULL = 16 * UNITS, STAGES = UNITS > 1 ? 2 : 1;
 constexpr bool SHARED_TILE = DELTA && TOKENS == 4;  // keys and queries in one tile of columns
 constexpr int TILES = TOKENS == 16 ? 2 : 1;         // 8-token tiles
@@ -31,314 +27,65 @@ constexpr int PAIRS = DELTA ? TILES : 1;        // 16-row operands made of colum
 constexpr int LR = 8 * RECORDS;
 constexpr int X_TERMS = KDA ? 2 : 1, S_TERMS = STATE == 0 ? 2 : 1;
 constexpr int STEPS_AT_ONCE = STATE == 0 ? 1 : 2;
-constexpr bool NEAREST = DELTA;  // second terms are rounded where `u` comes of them, which states keep
 
 // Shared memory, in bytes: stages, each of a unit's checkpoint, its values of the ring's records and of the
 // tokens; then what the units share.
 constexpr bool EVEN = V % FULL == 0;
 constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
-constexpr int U_BYTES = DELTA ? 4 : 2;  // of a record's value: u in fp32, x of Mamba-2 in bf16
 constexpr int AT_U = UNIT_BYTES, AT_VALUES = AT_U + 16 * LR * U_BYTES;
 constexpr int STAGE_BYTES = AT_VALUES + 16 * TOKENS * ACT_BYTES;
-constexpr int MATRIX = TOKENS * TOKENS, SUMS = CHAIN ? (MATRIX + 15) / 16 * 16 : 0;
-constexpr int AT_KEYS = STAGES * STAGE_BYTES;  // of the history, for a flush
-constexpr int AT_SUMS = AT_KEYS + (KDA ? 0 : LR * K * ACT_BYTES);
-constexpr int AT_SCORES = AT_SUMS + 4 * SUMS;
+constexpr int AT_KEYS = STAGES * STAGE_BYTES;                       // of the history, for a flush
+constexpr int AT_CELLS = AT_KEYS + (KDA ? 0 : LR * K * ACT_BYTES);  // of tokens upon tokens, see cell
+constexpr int AT_SCORES = AT_CELLS + (ONE ? 0 : 4 * TOKENS * TOKENS);
 constexpr int AT_TOTAL = AT_SCORES + (KDA && ONE ? 8 * LR : 0);
-constexpr int AT_DRAFT = AT_TOTAL + (KDA ? 4 * K : 0);  // of KDA; then the system, which needs less
-constexpr int AT_SOLVE = AT_DRAFT, AT_REPLY = AT_SOLVE + 4 * MATRIX;
-constexpr bool RING_IN_STAGE = STAGES == 2 && UNIT_BYTES >= 4 * LR * K;  // KDA: the second stage, at first
-constexpr int AT_END = AT_DRAFT + (KDA ? 8 * TOKENS * K : ONE ? 0 : 8 * MATRIX);
-constexpr int AT_RING = RING_IN_STAGE ? STAGE_BYTES : AT_END;
-constexpr int SHARED_BYTES = AT_END + (KDA && !RING_IN_STAGE ? 4 * LR * K : 0);
+constexpr int AT_OWN = AT_TOTAL + (KDA ? 4 * K : 0);  // of KDA: rows of the tokens, keys of the ring
+constexpr int DRAFT_BYTES = KDA ? 8 * TOKENS * K : 0, RING_BYTES = KDA ? 4 * LR * K : 0;
+// Of these, what the second stage has room for is there: several tokens' rows, until the second unit comes;
+// for one token the ring's keys, so that a flush has one stage.
+constexpr bool DRAFT_IN_STAGE = CHAIN && STAGES == 2 && UNIT_BYTES >= DRAFT_BYTES;
+constexpr bool RING_IN_STAGE = KDA && ONE && STAGES == 2 && UNIT_BYTES >= RING_BYTES;
+constexpr int AT_DRAFT = DRAFT_IN_STAGE ? STAGE_BYTES : AT_OWN;
+constexpr int AT_AFTER = AT_OWN + (DRAFT_IN_STAGE ? 0 : DRAFT_BYTES);
+constexpr int AT_RING = RING_IN_STAGE ? STAGE_BYTES : AT_AFTER;
+constexpr int SHARED_BYTES = AT_AFTER + (RING_IN_STAGE ? 0 : RING_BYTES);
 
-struct Params {
-    void *state, *u, *k, *g;  // u: x of Mamba-2, k: B, g: dt
-    const int *ring_start, *hist_len;
-    const void *q_in, *k_in, *v_in, *g_in, *beta_in, *z_in;  // q: C, k: B, v: x, g: dt
-    void* out;
-    const void *A, *D, *dt_bias;  // A: A_log of a delta rule
-    const void *state_indices, *ring_indices, *lens;
-    const i64* rand_seed;
-    i64 s_state, s_u, h_u, s_k, h_k, s_g, h_g;
-    i64 b_q, t_q, b_k, t_k, b_v, t_v, b_g, t_g, b_beta, t_beta, b_z, t_z, b_out, t_out;
-    int R, L, T, B, pad_slot, layer;
-    int wide_state, wide_ring, wide_lens, varlen;      // int64 indices; lens are cu_seqlens
-    int g_type, beta_type, A_type, D_type, bias_type;  // as STATE
-    int turns;                                         // rows take turns, see seat_in_turn; B <= 256
-    int l2norm, softplus, bounded;
-    float scale, bound;
-};
-
-// ---- numbers ----
-
-DEVICE float high(float x) { return real(bits(x) & 0xffffe000u); }
-
-// The second of an operand's two terms; rounded, it loses half as much and nothing systematically.
-template <bool ROUNDED>
-DEVICE float rest_of(float x, float high_part) {
-    const float y = x - high_part;
-    return ROUNDED ? real(bits(y) + 0x1000u) : y;
-}
-
-template <int A_TERMS, bool ROUNDED>
-DEVICE void split(const float (&x)[4], float (&h)[4], float (&l)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        h[i] = A_TERMS == 2 ? high(x[i]) : x[i];
-        l[i] = A_TERMS == 2 ? rest_of<ROUNDED>(x[i], h[i]) : 0.f;
-    }
-}
-
-// d + d_low += a @ b, both in two terms where they have them; the smaller products have a sum of their own.
-template <int A_TERMS, int B_TERMS, bool ROUNDED = false>
-DEVICE void product(float (&d)[4], float (&d_low)[4], const float (&a)[4], const float (&a_low)[4],
-                    const float (&b)[2]) {
-    float bh[2] = {b[0], b[1]};
-    if (B_TERMS == 2) {
-        bh[0] = high(b[0]), bh[1] = high(b[1]);
-        const float bl[2] = {rest_of<ROUNDED>(b[0], bh[0]), rest_of<ROUNDED>(b[1], bh[1])};
-        mma(d_low, a, bl);
-    }
-    if (A_TERMS == 2) mma(d_low, a_low, bh);
-    mma(d, a, bh);
-}
-
-// Two bf16 values, the first in the low half.
-DEVICE float first_of(u32 w) { return real(w << 16); }
-DEVICE float second_of(u32 w) { return real(w & 0xffff0000u); }
-
-DEVICE u16 narrow(float x, int type) {
-    if (type == 1) return float_to_bfloat(x);
-    return float_to_half(x != x ? x : fminf(fmaxf(x, -65504.f), 65504.f));
-}
-
-// Values of a parameter or a gate, of any type: fetched first, converted where they are used.
-DEVICE u32 fetch_scalar(const void* p, i64 at, int type, bool inside) {
-    u32 x = 0;
-    if (inside && p) {
-        if (type == 0) x = ((const u32*)p)[at];
-        else x = ((const u16*)p)[at];
-    }
-    return x;
-}
-DEVICE float scalar(u32 x, int type) {
-    return type == 0 ? real(x) : type == 1 ? real(x << 16) : half_to_float((u16)x);
-}
-DEVICE uint4 fetch_four(const void* p, i64 at, int type, bool inside) {
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (inside && p) {
-        if (type == 0) {
-            x = *(const uint4*)((const u32*)p + at);
-        } else {
-            uint2 y = *(const uint2*)((const u16*)p + at);
-            x.x = y.x, x.y = y.y;
-        }
-    }
-    return x;
-}
-DEVICE void four(uint4 x, int type, float (&f)[4]) {
-    if (type == 0) {
-        f[0] = real(x.x), f[1] = real(x.y), f[2] = real(x.z), f[3] = real(x.w);
-    } else {
-        f[0] = scalar(x.x & 0xffff, type), f[1] = scalar(x.x >> 16, type);
-        f[2] = scalar(x.y & 0xffff, type), f[3] = scalar(x.y >> 16, type);
-    }
-}
-
-// To the last place or so: the machine's own is off by up to two, in every key that a fold multiplies by.
-DEVICE float inverse_root(float x) {
-    const float y = rsqrtf(x);
-    return y * fmaf(-0.5f * x * y, y, 1.5f);
-}
-constexpr float LOG2E = 1.44269504f;
-DEVICE float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
-DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-// In a third of the instructions, as exactly but for a bit: log(1 + y) is 2 artanh(y / (2 + y)).
-DEVICE float fast_softplus(float x) {
-    const float y = fast_exp2(-LOG2E * fabsf(x)), s = y * fast_reciprocal(2.f + y), t = s * s;
-    const float z =
-        fmaf(fmaf(fmaf(fmaf(0.14087329f, t, 0.13980709f), t, 0.20012427f), t, 0.33333158f), t, 1.f);
-    return fmaf(2.f * s, z, fmaxf(x, 0.f));
-}
-DEVICE float fast_sigmoid(float x) { return fast_reciprocal(1.f + fast_exp2(-LOG2E * x)); }
-
-DEVICE u32 load2(const void* p) { return *(const u32*)p; }
-DEVICE void store2(void* p, u32 x) { *(u32*)p = x; }
-DEVICE void widen(u32 x, float (&f)[2]) { f[0] = first_of(x), f[1] = second_of(x); }
-// The low halves of two words, the high ones: pairs of bf16 values, or of what is cut off to them.
-DEVICE u32 low_halves(u32 x, u32 y) { return permute(x, y, 0x5410); }
-DEVICE u32 high_halves(u32 x, u32 y) { return permute(x, y, 0x7632); }
-DEVICE u32 round2(float a, float b) { return float_to_bfloat(a) | (u32)float_to_bfloat(b) << 16; }
-
-DEVICE uint2 load4(const void* p, bool inside) { return inside ? *(const uint2*)p : make_uint2(0, 0); }
-DEVICE void store4(void* p, uint2 x) { *(uint2*)p = x; }
-DEVICE void widen(uint2 x, float (&f)[4]) {
-    f[0] = first_of(x.x), f[1] = second_of(x.x), f[2] = first_of(x.y), f[3] = second_of(x.y);
-}
-
-DEVICE uint4 load8(const void* p, bool inside) { return inside ? *(const uint4*)p : make_uint4(0, 0, 0, 0); }
-DEVICE void widen(uint4 x, float (&f)[8]) {
-    f[0] = first_of(x.x), f[1] = second_of(x.x), f[2] = first_of(x.y), f[3] = second_of(x.y);
-    f[4] = first_of(x.z), f[5] = second_of(x.z), f[6] = first_of(x.w), f[7] = second_of(x.w);
-}
-
-// Of a row of 128 activations this lane's part of an operand: 8 elements of each block of 32.
-struct Row {
-    uint4 block[4];
-};
-DEVICE Row load_row(const char* p, bool inside, int c) {
-    Row x;
-#pragma unroll
-    for (int i = 0; i < 4; i++) x.block[i] = load8(p + (32 * i + 8 * c) * ACT_BYTES, inside);
-    return x;
-}
-DEVICE void widen(const Row& x, float (&f)[4][8]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) widen(x.block[i], f[i]);
-}
-
-// Product of two rows that four lanes hold.
-DEVICE float dot(const float (&x)[4][8], const float (&y)[4][8]) {
-    float s[2] = {0, 0};
-#pragma unroll
-    for (int block = 0; block < 4; block++)
-#pragma unroll
-        for (int e = 0; e < 8; e++) s[e & 1] += x[block][e] * y[block][e];
-    s[0] += s[1];
-    s[0] += shuffle_xor(s[0], 1);
-    return s[0] + shuffle_xor(s[0], 2);
-}
-
-// fp32 values as three bf16 terms, which add up to them exactly: pairs of the first and the second argument.
-DEVICE void cut_terms(float x, float y, u32 (&terms)[3]) {
-#pragma unroll
-    for (int i = 0; i < 3; i++) {
-        terms[i] = high_halves(bits(x), bits(y));
-        x -= first_of(terms[i]), y -= second_of(terms[i]);
-    }
-}
-
-// Sum of squares of a row that four lanes hold.
-DEVICE float squares(const float (&x)[4][8]) { return dot(x, x); }
-
-// Rows of fp32 in shared memory, their 16-byte chunks swizzled by row.
-DEVICE float4& chunk_of(float* rows, int row, int chunk, int block = 0) {
-    return ((float4*)rows)[row * 32 + 8 * block + (chunk ^ (row & 7))];
-}
-
-DEVICE void shared_row(float* rows, int row, int c, int block, float (&x)[8]) {
-    float4 y = chunk_of(rows, row, 2 * c, block), z = chunk_of(rows, row, 2 * c + 1, block);
-    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w, x[4] = z.x, x[5] = z.y, x[6] = z.z, x[7] = z.w;
-}
-
-// d += rows of `a` (and of `b`, as rows 8 to 15) times rows of `x`.
-DEVICE void gram(float (&d)[4], const Row& a, const Row& b, bool has_b, const Row& x) {
-    float odd[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int block = 0; block < 4; block++) {
-        const uint4 y = a.block[block], w = has_b ? b.block[block] : make_uint4(0, 0, 0, 0);
-        const uint4 z = x.block[block];
-        const u32 rows[2][4] = {{y.x, w.x, y.y, w.y}, {y.z, w.z, y.w, w.w}};
-        const u32 columns[2][2] = {{z.x, z.y}, {z.z, z.w}};
-        mma_bf16(d, rows[0], columns[0]);
-        mma_bf16(odd, rows[1], columns[1]);
-    }
-#pragma unroll
-    for (int e = 0; e < 4; e++) d[e] += odd[e];
-}
-
-// Lanes that differ by WIDTH add up half of their 2 WIDTH values for each other.
-template <int WIDTH>
-DEVICE void share_sums(float (&x)[16], int lane) {
-    const bool up = lane & WIDTH;
-#pragma unroll
-    for (int i = 0; i < WIDTH; i++) {
-        const float low = x[i], high = x[i + WIDTH];
-        x[i] = (up ? high : low) + shuffle_xor(up ? low : high, WIDTH);
-    }
-}
-
-// Lane l's sum over all lanes of value l % 16.
-DEVICE float scatter_sum(float (&x)[16], int lane) {
-    share_sums<8>(x, lane);
-    share_sums<4>(x, lane);
-    share_sums<2>(x, lane);
-    share_sums<1>(x, lane);
-    return x[0] + shuffle_xor(x[0], 16);
-}
-
-// Sums over the lanes after and including this one, and before and including it.
-DEVICE float sum_from(float x, int lane) {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        float y = shuffle(x, (lane + d) & 31);
-        if (lane + d < 32) x += y;
-    }
-    return x;
-}
-DEVICE float sum_to(float x, int lane) {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        float y = shuffle(x, (lane - d) & 31);
-        if (lane >= d) x += y;
-    }
-    return x;
-}
-
-// ---- rounding of the recurrence copy ----
-
-// Word `element % 4` of Philox 4x32-10 at counter (element / 4, slot, layer, 0).
-struct Random {
-    u32 w[4];
-};
-DEVICE Random philox(i64 seed, u32 c0, u32 c1, u32 c2) {
-    u32 k0 = (u32)seed, k1 = (u32)((u64)seed >> 32), c3 = 0;
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        u32 a = high_product(0xD2511F53u, c0), b = 0xD2511F53u * c0;
-        u32 d = high_product(0xCD9E8D57u, c2), e = 0xCD9E8D57u * c2;
-        c0 = d ^ c1 ^ k0, c2 = a ^ c3 ^ k1, c1 = e, c3 = b;
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
-    }
-    return {c0, c1, c2, c3};
-}
-
-// To fp16, up or down by chance as 13 bits of `word` say; the scheme is that of the torch backend's rounding.
-DEVICE u16 stochastic_half(float x, u32 word) {
-    const u32 sign = bits(x) >> 16 & 0x8000u, m = bits(x) & 0x7fffffffu, r = word & 8191u;
-    u32 h = m < 0x38800000u ? ((u32)(real(m) * 137438953472.f) + r) >> 13 : ((m + r) >> 13) - (112u << 10);
-    if (h > 0x7bffu) h = 0x7bffu;
-    if (m == 0x7f800000u) h = 0x7c00u;
-    if (m > 0x7f800000u) h = 0x7e00u;
-    return (u16)(sign | h);
+// A lane's place in memory that every unit needs. It comes by way of a shuffle so that it stays in a
+// register: what can be worked out from the lane's number the compiler works out again in every unit. One
+// token's program has no registers left for it.
+DEVICE int pinned(int x, int lane) { return ONE ? x : shuffle(x, lane); }
+DEVICE char* pinned(char* x, int lane) {
+    if (ONE) return x;
+    const u32 half = (u32)shuffle((int)(u32)(u64)x, lane);
+    return (char*)((u64)(u32)shuffle((int)((u64)x >> 32), lane) << 32 | half);
 }
 
 // ---- the checkpoint's units ----
 
 // 16-byte chunks are swizzled so that operands are read without bank conflicts: by what, of a pair of rows.
 DEVICE int unit_turn(int pair) {
-    if (CHAIN) return STATE == 0 ? pair & 7 : 4 * (pair & 1) + (pair >> 1 & 3);
-    return STATE == 0 ? pair & 1 : 4 * (pair & 1);
+    if (STATE == 0) return 3 * (pair & 1) ^ (ONE ? 0 : 2 * (pair & 2) ^ (pair >> 2 & 1));
+    return 4 * (pair & 1) + (ONE ? 0 : pair >> 1 & 3);
 }
 
-DEVICE void fetch_unit(unsigned char* stage, const char* from, int rows, int lane) {
+// A copy of several rows takes of each as many chunks as there are lanes for it.
+constexpr int ROW_BYTES = K * STATE_BYTES, COPY_ROWS = STATE == 0 ? 4 : 2, COPY_CHUNKS = 32 / COPY_ROWS;
+DEVICE int fetch_from(int lane) { return lane / COPY_CHUNKS * ROW_BYTES + lane % COPY_CHUNKS * 16; }
+DEVICE int fetch_to(int lane) {
+    const int row = lane / COPY_CHUNKS;
+    return row * ROW_BYTES + (lane % COPY_CHUNKS ^ unit_turn(row >> 1)) * 16;
+}
+DEVICE void fetch_unit(unsigned char* stage, int lane_to, const char* from, int rows, int lane) {
 #pragma unroll
-    for (int i = 0; i < UNIT_BYTES / 512; i++) {
-        int row = STATE == 0 ? i : 2 * i + (lane >> 4);
-        int chunk = (STATE == 0 ? lane : lane & 15) ^ unit_turn(row >> 1);
-        copy_async(stage + row * (K * STATE_BYTES) + chunk * 16, from + i * 512 + lane * 16,
-                   EVEN || row < rows);
-    }
+    for (int row = 0; row < 16; row += COPY_ROWS)
+#pragma unroll
+        for (int part = 0; part < ROW_BYTES; part += 16 * COPY_CHUNKS)
+            copy_async(stage + (lane_to ^ 16 * unit_turn(row >> 1)) + row * ROW_BYTES + part,
+                       from + row * ROW_BYTES + part, EVEN || row + lane / COPY_CHUNKS < rows);
 }
-
-// Two elements of a state in 16 bits.
-DEVICE float first_stored(u32 w) { return STATE == 1 ? first_of(w) : half_to_float((u16)w); }
-DEVICE float second_stored(u32 w) { return STATE == 1 ? second_of(w) : half_to_float((u16)(w >> 16)); }
 
 // This lane's 8 elements of a block of a unit's row.
 DEVICE void unit_row(const unsigned char* stage, int row, int g, int c, int block, float (&x)[8]) {
-    const unsigned char* at = stage + row * (K * STATE_BYTES);
+    const unsigned char* at = stage + row * ROW_BYTES;
     if (STATE == 0) {
         float4 y = *(const float4*)(at + 128 * block + 16 * (2 * c ^ unit_turn(g)));
         float4 z = *(const float4*)(at + 128 * block + 16 * ((2 * c + 1) ^ unit_turn(g)));
@@ -352,11 +99,14 @@ DEVICE void unit_row(const unsigned char* stage, int row, int g, int c, int bloc
 }
 
 // Rows 2g and 2g + 1 of a unit as the operand of product steps: of step `at` in fp32, of steps 2 at and
-// 2 at + 1 in 16 bits. A lane's two elements of a step lie as `pair_of` has them.
-DEVICE void unit_operand(const unsigned char* stage, int at, int lane, float (&y)[STEPS_AT_ONCE][4]) {
-    const int pair = lane & 7, row = 2 * pair + (lane >> 3 & 1), chunk = (lane >> 4) ^ unit_turn(pair);
+// 2 at + 1 in 16 bits. A lane's two elements of a step lie as `two_steps` has them.
+DEVICE int operand_row(int lane) {
+    const int pair = lane & 7;
+    return (2 * pair + (lane >> 3 & 1)) * ROW_BYTES + 16 * ((lane >> 4) ^ unit_turn(pair));
+}
+DEVICE void unit_operand(const unsigned char* stage, int row, int at, float (&y)[STEPS_AT_ONCE][4]) {
     u32 w[4];
-    load_matrices(w, stage + row * (K * STATE_BYTES) + 128 * (at / 4) + 16 * (chunk ^ 2 * (at % 4)));
+    load_matrices(w, stage + (row ^ 32 * (at % 4)) + 128 * (at / 4));
 #pragma unroll
     for (int i = 0; i < STEPS_AT_ONCE; i++)
 #pragma unroll
@@ -366,31 +116,56 @@ DEVICE void unit_operand(const unsigned char* stage, int at, int lane, float (&y
         }
 }
 
-// This lane's two elements of a step, of a row of fp32 whose chunks are swizzled by `turn`.
-DEVICE void pair_of(const float* row, int step, int c, int turn, float (&x)[2]) {
+// This lane's two elements of steps 2 i and 2 i + 1, of row g of 8 fp32 rows in shared memory or of the only
+// one.
+template <bool ONLY>
+DEVICE void two_steps(const float* rows, int i, int lane, float (&x)[2][2]) {
     if (STATE == 0) {
-        x[0] = row[4 * (2 * step ^ turn) + c], x[1] = row[4 * ((2 * step + 1) ^ turn) + c];
+        const int row = ONLY ? 0 : lane & 7;
+        u32 w[4];
+        load_matrices(w, rows + row * K + 4 * ((4 * i + (lane >> 3)) ^ row));
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e / 2][e % 2] = real(w[e]);
     } else {
-        const float2 y = *(const float2*)(row + 4 * ((2 * step + (c >> 1)) ^ turn) + 2 * (c & 1));
-        x[0] = y.x, x[1] = y.y;
+        const int row = ONLY ? 0 : lane >> 2, c = lane & 3;
+#pragma unroll
+        for (int step = 0; step < 2; step++) {
+            const float2 y =
+                *(const float2*)(rows + row * K + 4 * ((4 * i + 2 * step + (c >> 1)) ^ row) + 2 * (c & 1));
+            x[step][0] = y.x, x[step][1] = y.y;
+        }
     }
 }
 
-// This lane's 8 elements of a block of a unit's row, element `at` of the slot the first, as they are stored.
-DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, const float (&x)[8], i64 seed,
-                     u32 at, u32 slot, u32 layer) {
-    unsigned char* const to = stage + row * (K * STATE_BYTES);
+// Of a block of 32 elements, the two fours that column `column` of four flush products is of, product i of
+// element i of a four: those of columns 2c and 2c + 1 are the lane's. In fp32 four lanes store 64 bytes as
+// two full sectors, and of lanes (g, c) and (g + 1, c) none reads the other's banks.
+DEVICE int four_of(int column) {
+    return STATE == 0 ? ((column >> 1 & 1) + (column & 4)) ^ 3 * (column & 1) : column;
+}
+
+// This lane's 8 elements of a block of a unit's row, for a flush.
+DEVICE void flush_row(const unsigned char* stage, int row, int g, int c, int block, float (&x)[8]) {
+    if (STATE != 0) return unit_row(stage, row, g, c, block, x);
+    const unsigned char* at = stage + row * ROW_BYTES + 128 * block;
+    float4 y = *(const float4*)(at + 16 * (four_of(2 * c) ^ unit_turn(g)));
+    float4 z = *(const float4*)(at + 16 * (four_of(2 * c + 1) ^ unit_turn(g)));
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w, x[4] = z.x, x[5] = z.y, x[6] = z.z, x[7] = z.w;
+}
+
+// The same elements to row `to` of the checkpoint, whose first is element `first` of the slot.
+DEVICE void store_row(char* to, int c, int block, const float (&x)[8], i64 seed, u32 first, u32 slot,
+                      u32 layer) {
     if (STATE == 0) {
-        *(float4*)(to + 128 * block + 16 * (2 * c ^ unit_turn(g))) = make_float4(x[0], x[1], x[2], x[3]);
-        *(float4*)(to + 128 * block + 16 * ((2 * c + 1) ^ unit_turn(g))) =
-            make_float4(x[4], x[5], x[6], x[7]);
+        *(float4*)(to + 128 * block + 16 * four_of(2 * c)) = make_float4(x[0], x[1], x[2], x[3]);
+        *(float4*)(to + 128 * block + 16 * four_of(2 * c + 1)) = make_float4(x[4], x[5], x[6], x[7]);
         return;
     }
     u16 y[8];
 #if STOCHASTIC
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        Random random = philox(seed, at / 4 + half, slot, layer);
+        Random random = philox(seed, first / 4 + 8 * block + 2 * c + half, slot, layer);
 #pragma unroll
         for (int i = 0; i < 4; i++) y[4 * half + i] = stochastic_half(x[4 * half + i], random.w[i]);
     }
@@ -398,20 +173,8 @@ DEVICE void keep_row(unsigned char* stage, int row, int g, int c, int block, con
 #pragma unroll
     for (int i = 0; i < 8; i++) y[i] = narrow(x[i], STATE);
 #endif
-    *(uint4*)(to + 16 * ((4 * block + c) ^ unit_turn(g))) = make_uint4(
-        y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16, y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
-}
-
-// A unit's rows from shared memory to the checkpoint.
-DEVICE void store_unit(const unsigned char* stage, char* to, int rows, int lane) {
-#pragma unroll
-    for (int i = 0; i < UNIT_BYTES / 512; i++) {
-        int row = STATE == 0 ? i : 2 * i + (lane >> 4);
-        int chunk = (STATE == 0 ? lane : lane & 15) ^ unit_turn(row >> 1);
-        if (EVEN || row < rows)
-            *(uint4*)(to + i * 512 + lane * 16) =
-                *(const uint4*)(stage + row * (K * STATE_BYTES) + chunk * 16);
-    }
+    *(uint4*)(to + 64 * block + 16 * c) = make_uint4(y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16,
+                                                     y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
 }
 
 // Where 16 bytes of a unit's values of a row lie, of records or tokens; so that lanes read rows 2c, or 2c +
@@ -423,9 +186,10 @@ DEVICE int value_chunk(int row, int chunk) {
     return (row >> 3) * 256 + four * 128 + (pair & 1) * 64 + ((row ^ four) & 1) * 32 + chunk * 16;
 }
 
-// This lane's two values of a row.
-DEVICE u32 token_values(const unsigned char* stage, int row, int g) {
-    return load2(stage + AT_VALUES + value_chunk<2>(row, g >> 2) + (g & 3) * 4);
+// Where values 2g and 2g + 1 of a row lie; 8 rows on, 128 BYTES further.
+template <int BYTES>
+DEVICE int value_pair(int row, int g) {
+    return BYTES == 4 ? value_chunk<4>(row, g >> 1) + (g & 1) * 8 : value_chunk<2>(row, g >> 2) + (g & 3) * 4;
 }
 
 // The history's keys, for a flush: rows are pairs of records, a word is both records' value of an element,
@@ -457,88 +221,69 @@ DEVICE void keep_keys(u32* pairs, int tile, int g, int c, const Row& mine) {
     }
 }
 
+// What tokens s and j <= s have in common lies in a matrix, keys' (of s > j) above the diagonal.
+DEVICE int cell(int s, int j, bool query) { return query ? s * TOKENS + j : j * TOKENS + s; }
+
 // Position of s >= j among KDA's sums of a token pair: q_j k_j first, then k_s k_j and q_s k_j of later s.
 DEVICE int pair_at(int s, int j, bool query) {
     int first = j + 2 * j * (TOKENS - 1) - j * (j - 1);
     return s == j ? first : first + 1 + 2 * (s - j - 1) + query;
 }
 
-struct Where {  // of a row: its slots, its tokens' place among packed ones and number, its cursors
+struct Where {  // of a row: its slots, its tokens' place among packed ones and number
     i64 slot, ring, first;
-    int count, start, hist;
+    int count;
 };
 
-DEVICE i64 index_at(const void* p, int at, int wide) {
-    return wide ? ((const i64*)p)[at] : ((const int*)p)[at];
+DEVICE int slot_of(const Params& p, int row) {
+    return p.state_indices ? (int)index_at(p.state_indices, row, p.wide_state) : row;
 }
-
-struct Seat {  // a row in its turn, where rows take turns with its slot and cursors
-    int row, slot, start, hist;
-};
-
-DEVICE bool takes_turns(const Params& p) { return DELTA && p.turns; }
 
 // The row that this program serves. Rows that flush take longer than others, so they are spread
 // over the first three quarters of the grid. Which rows count as such is a guess that all programs share
 // (every row has T tokens); what a row computes does not depend on it.
-DEVICE Seat seat_in_turn(const Params& p, int lane) {
+DEVICE int row_in_turn(const Params& p, int lane) {
     const int turn = grid_y();
-    if (!takes_turns(p)) return {turn, 0, 0, 0};
-    int slots[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int b = 32 * i + lane;
-        slots[i] = -1;
-        if (b < p.B)
-            slots[i] = !p.state_indices ? b
-                       : p.wide_state   ? (int)((const i64*)p.state_indices)[b]
-                                        : ((const int*)p.state_indices)[b];
-    }
-    int starts[8], history[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        starts[i] = history[i] = 0;
-        if (slots[i] >= 0 && slots[i] != p.pad_slot)
-            starts[i] = p.ring_start[slots[i]], history[i] = p.hist_len[slots[i]];
-    }
+    if (!DELTA || !p.turns) return turn;
     u32 masks[8];
-    int flushes = 0;
+    int slots[8], flushes = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) slots[i] = 32 * i + lane < p.B ? slot_of(p, 32 * i + lane) : -1;
+    int history[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        history[i] = slots[i] >= 0 && slots[i] != p.pad_slot ? p.hist_len[slots[i]] : 0;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         masks[i] = votes(history[i] + p.T > p.L);
         flushes += bit_count(masks[i]);
     }
-    const int spread = flushes > 0 ? 3 * p.B / (4 * flushes) : 1, stride = spread > 1 ? spread : 1;
-    const bool flush = turn % stride == 0 && turn / stride < flushes;
-    const int before = (turn + stride - 1) / stride < flushes ? (turn + stride - 1) / stride : flushes;
-    int rank = flush ? turn / stride : turn - before, group = 0, local = 0, slot = 0, start = 0, hist = 0;
+    // Quotients of numbers this small come out exactly; the nudges keep whole ones whole.
+    const float spread = 0.75f * (float)p.B * fast_reciprocal((float)(flushes > 0 ? flushes : 1));
+    const int stride = spread > 1.f ? (int)(spread + 2e-4f) : 1;
+    const int round = (int)(((float)turn + 0.5f) * fast_reciprocal((float)stride)), begun = round * stride;
+    const bool flush = turn == begun && round < flushes;
+    const int before = round + (turn > begun);  // flushes that have had their turn
+    int rank = flush ? round : turn - (before < flushes ? before : flushes), group = 0, local = 0;
     u32 chosen = 0;  // the rows among which this one is number `local`
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int rows = p.B - 32 * i;
-        const u32 all = rows >= 32 ? 0xffffffffu
-                        : rows > 0 ? (1u << rows) - 1
-                                   : 0u,
-                  mask = (flush ? masks[i] : ~masks[i]) & all;
+        const u32 all = rows >= 32 ? 0xffffffffu : rows > 0 ? (1u << rows) - 1 : 0u;
+        const u32 mask = (flush ? masks[i] : ~masks[i]) & all;
         const int n = bit_count(mask);
-        if (rank >= 0 && rank < n) {
-            chosen = mask, group = 32 * i, local = rank;
-            slot = slots[i], start = starts[i], hist = history[i];
-        }
+        if (rank >= 0 && rank < n) chosen = mask, group = 32 * i, local = rank;
         rank -= n;
     }
     const int at = first_bit(votes((chosen >> lane & 1) && bit_count(chosen & ((1u << lane) - 1)) == local));
-    return {group + at, shuffle(slot, at), shuffle(start, at), shuffle(hist, at)};
+    return group + at;
 }
 
-DEVICE Where locate(const Params& p, const Seat& seat) {
-    const int b = seat.row;
+DEVICE Where locate(const Params& p, int b) {
     Where x;
-    x.slot = takes_turns(p) ? seat.slot : p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
+    x.slot = p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
     x.ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : x.slot;
     const bool live = x.slot >= 0 && x.ring >= 0 && !(p.state_indices && x.slot == p.pad_slot);
-    x.start = !live ? 0 : takes_turns(p) ? seat.start : p.ring_start[x.ring];
-    x.hist = !live ? 0 : takes_turns(p) ? seat.hist : p.hist_len[x.ring];
     x.first = 0;
     i64 n = p.T;
     if (p.lens) {
@@ -552,16 +297,15 @@ DEVICE Where locate(const Params& p, const Seat& seat) {
 extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __grid_constant__ Params p) {
     const int lane = lane_id(), g = lane >> 2, c = lane & 3;
     follow();
-    const Seat seat = seat_in_turn(p, lane);
-    const int b = seat.row;
+    const int b = row_in_turn(p, lane);
     constexpr int PARTS = (V + FULL - 1) / FULL;
     const int part = grid_x() % PARTS, head = grid_x() / PARTS, key_head = head / GROUP;
     const int v_part = part * FULL;
 
     // the row
-    const Where where = locate(p, seat);
+    const Where where = locate(p, b);
     const i64 slot = where.slot, ring = where.ring, first = where.first;
-    const int count = where.count, start = where.start, hist = where.hist;
+    const int count = where.count;
     const int written = p.varlen ? count : p.T;  // tokens whose output this row owns
     const i64 batch = p.varlen ? 0 : b;
     char* const out_row = (char*)p.out + (batch * p.b_out + first * p.t_out + (i64)head * V) * ACT_BYTES;
@@ -572,18 +316,24 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         return;
     }
 
-    // the first units are on their way before anything else
-    char* const head_state = (char*)p.state + (slot * p.s_state + (i64)head * V * K) * STATE_BYTES;
+    // A lane has a cursor: what all lanes load alike the compiler waits for at once. The first units are on
+    // their way before that.
+    const int cursor = lane < 2 ? (int)issue4((lane ? p.hist_len : p.ring_start) + ring) : 0;
+    char* const part_state = (char*)p.state + (slot * p.s_state + ((i64)head * V + v_part) * K) * STATE_BYTES;
+    const char* const unit_from = part_state + fetch_from(lane);
+    const int unit_to = pinned(fetch_to(lane), lane);
     auto issue_unit = [&](int unit, int stage) {
-        int v = v_part + 16 * unit;
-        if (unit < UNITS)
-            fetch_unit(shared_memory + stage * STAGE_BYTES, head_state + (i64)v * (K * STATE_BYTES), V - v,
-                       lane);
+        fetch_unit(shared_memory + stage * STAGE_BYTES, unit_to, unit_from + unit * UNIT_BYTES,
+                   V - v_part - 16 * unit, lane);
     };
-    issue_unit(0, 0);
+    if (p.B > 0) {  // always; a block of its own, or the assembler waits first
+        issue_unit(0, 0);
+        if (STAGES > 1 && !KDA) issue_unit(1, 1);
+    }
+    const int start = shuffle(cursor, 0), hist = shuffle(cursor, 1);
     const bool flush = hist + count > p.L, is_record = lane < hist, is_token = lane < count;
-    const bool single = RING_IN_STAGE && KDA && flush;  // the second stage has another use
-    if (STAGES > 1 && !CHAIN && !single) issue_unit(1, 1);
+    const bool single = RING_IN_STAGE && flush;
+    if (STAGES > 1 && KDA && !CHAIN && !single) issue_unit(1, 1);
 
     const char* const q_row =
         (const char*)p.q_in + (batch * p.b_q + first * p.t_q + (i64)key_head * K) * ACT_BYTES;
@@ -629,24 +379,33 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     for (int r = 0; r < RECORDS; r++)
         raw_keys[r] = load_row(k_ring + ring_row(8 * r + g) * (K * ACT_BYTES), 8 * r + g < hist, c);
 #endif
+    // the lane's part of a unit's values, of records and of tokens
+    constexpr int CHUNKS = U_BYTES, COPIES = LR * CHUNKS / 32;
+    const int u_lane = lane / CHUNKS, u_chunk = lane % CHUNKS, v_lane = lane / 2, v_chunk = lane % 2;
+    const int u_to = pinned(AT_U + value_chunk<U_BYTES>(u_lane, u_chunk), lane);
+    const int v_to = pinned(AT_VALUES + value_chunk<2>(v_lane, v_chunk), lane);
+    u32 u_from[COPIES];
+#pragma unroll
+    for (int i = 0; i < COPIES; i++)
+        u_from[i] = (ring_row(32 / CHUNKS * i + u_lane) * V + v_part) * U_BYTES + 16 * u_chunk;
+    const char* const v_from = v_row + (v_lane * p.t_v + v_part) * ACT_BYTES + 16 * v_chunk;
+    // the record of a token's key, of which four lanes have the parts
+    auto keep_key = [&](int token, const Row& key, bool mine) {
+        char* const to = k_ring + (ring_row(hist + token) * K + 8 * c) * ACT_BYTES;
+        if (owns_keys && mine)
+#pragma unroll
+            for (int block = 0; block < 4; block++) *(uint4*)(to + 32 * block * ACT_BYTES) = key.block[block];
+    };
     auto issue_values = [&](int unit, int stage) {
-        constexpr int CHUNKS = U_BYTES;
         const int v = v_part + 16 * unit;
         unsigned char* const to = shared_memory + stage * STAGE_BYTES;
-        if (unit >= UNITS) return;
 #pragma unroll
-        for (int i = 0; i < LR * CHUNKS / 32; i++) {
-            const int j = (32 * i + lane) / CHUNKS, chunk = lane % CHUNKS;
-            copy_async(to + AT_U + value_chunk<U_BYTES>(j, chunk),
-                       u_ring + (ring_row(j) * V + v) * U_BYTES + 16 * chunk,
-                       j < hist && (EVEN || v + chunk * (16 / U_BYTES) < V));
-        }
-        if (lane < 2 * TOKENS) {
-            const int t = lane / 2, chunk = lane % 2;
-            copy_async(to + AT_VALUES + value_chunk<2>(t, chunk),
-                       v_row + (t * p.t_v + v) * ACT_BYTES + 16 * chunk,
-                       t < count && (EVEN || v + 8 * chunk < V));
-        }
+        for (int i = 0; i < COPIES; i++)
+            copy_async(to + u_to + 512 * i, u_ring + 16 * U_BYTES * unit + u_from[i],
+                       32 / CHUNKS * i + u_lane < hist && (EVEN || v + u_chunk * (16 / U_BYTES) < V));
+        if (v_lane < TOKENS)
+            copy_async(to + v_to, v_from + 16 * ACT_BYTES * unit,
+                       v_lane < count && (EVEN || v + 8 * v_chunk < V));
     };
     float* const ring_keys = (float*)(shared_memory + AT_RING);
     issue_values(0, 0);
@@ -669,16 +428,14 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     // the columns, queries and keys of the tokens; their scores against each record, and against each other
     float x[COLUMNS][4][8], norm[COLUMNS], scores[COLUMNS][RECORDS][2];
     float record_norm = 1.f;  // of record `lane`
-    float* const sums = (float*)(shared_memory + AT_SUMS);
+    float* const cells = (float*)(shared_memory + AT_CELLS);
     float* const total_row = (float*)(shared_memory + AT_TOTAL);
     float* const draft_rows = (float*)(shared_memory + AT_DRAFT);
 #if RULE != 2
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i++) {
-        widen(raw_x[i], x[i]);
-        norm[i] = DELTA && p.l2norm ? inverse_root(squares(x[i]) + 1e-6f) : 1.f;
-    }
 #if TOKENS == 1
+    keep_key(0, raw_draft, g == 0);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) widen(raw_x[i], x[i]);
     float own = 0.f;  // the token's query times its key
     {
         float drafts[4][8];
@@ -692,6 +449,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     for (int t = 0; t < TILES; t++) {
         const Row drafts =
             DELTA ? raw_x[t] : load_row(k_row + (8 * t + g) * p.t_k * ACT_BYTES, 8 * t + g < count, c);
+        keep_key(8 * t + g, drafts, 8 * t + g < count && (!SHARED_TILE || g < 4));
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
 #pragma unroll
@@ -704,7 +462,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     for (int r = 0; r < RECORDS; r++) {
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) scores[i][r][0] = scores[i][r][1] = 0.f;
-        if (flush) keep_keys(kept_keys, r, g, c, raw_keys[r]);
         if (8 * r >= hist) continue;
         float keys[4][8];
         if (ONE || DELTA) widen(raw_keys[r], keys);
@@ -730,13 +487,41 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         }
 #endif
     }
+#if TOKENS > 1
+    // to the order in which tensor cores get the checkpoint, by the memory that the history's keys will have
+    float* const rows = (float*)(shared_memory + AT_KEYS);
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) {
+#pragma unroll
+        for (int block = 0; block < 4; block++) {
+            float y[8];
+            widen(raw_x[i].block[block], y);
+            chunk_of(rows, g, 2 * c, block) = make_float4(y[0], y[1], y[2], y[3]);
+            chunk_of(rows, g, 2 * c + 1, block) = make_float4(y[4], y[5], y[6], y[7]);
+        }
+        warp_sync();
+#pragma unroll
+        for (int two = 0; two < 8; two++) {
+            float y[2][2];
+            two_steps<false>(rows, two, lane, y);
+#pragma unroll
+            for (int e = 0; e < 4; e++) x[i][two / 2][two % 2 * 4 + e] = y[e / 2][e % 2];
+        }
+        warp_sync();
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) norm[i] = DELTA && p.l2norm ? inverse_root(squares(x[i]) + 1e-6f) : 1.f;
+    if (flush)
+#pragma unroll
+        for (int r = 0; r < RECORDS; r++) keep_keys(kept_keys, r, g, c, raw_keys[r]);
 #elif TOKENS == 1
     // decays per channel: the lane holds channels 4 lane .. 4 lane + 3
     float own;  // the token's query times its key
     {
         uint2 raw[LR];
         float4 gates[LR];
-        float tilde[LR][4], w[4] = {1, 1, 1, 1}, square[16];
+        float tilde[LR][4], reach[4] = {0, 0, 0, 0}, square[16];
         const uint2 raw_k = load4(k_row + 4 * lane * ACT_BYTES, true);
         const uint2 raw_q = load4(q_row + 4 * lane * ACT_BYTES, true);
         const uint4 raw_g =
@@ -757,9 +542,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     widen(raw[j], f);
                     square[j] = f[0] * f[0] + f[1] * f[1] + f[2] * f[2] + f[3] * f[3];
 #pragma unroll
-                    for (int e = 0; e < 4; e++) tilde[j][e] = f[e] * w[e];
-                    w[0] *= expf(gates[j].x), w[1] *= expf(gates[j].y);
-                    w[2] *= expf(gates[j].z), w[3] *= expf(gates[j].w);
+                    for (int e = 0; e < 4; e++) tilde[j][e] = f[e] * fast_exp2(reach[e]);
+                    reach[0] = fmaf(LOG2E, gates[j].x, reach[0]),
+                    reach[1] = fmaf(LOG2E, gates[j].y, reach[1]);
+                    reach[2] = fmaf(LOG2E, gates[j].z, reach[2]),
+                    reach[3] = fmaf(LOG2E, gates[j].w, reach[3]);
                 }
             } else {
 #pragma unroll
@@ -774,6 +561,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     make_float4(tilde[j][0], tilde[j][1], tilde[j][2], tilde[j][3]);
         const float n = scatter_sum(square, lane);
         record_norm = p.l2norm ? inverse_root(n + 1e-6f) : 1.f;
+        float w[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) w[e] = fast_exp2(reach[e]);
         *(float4*)(total_row + 4 * lane) = make_float4(w[0], w[1], w[2], w[3]);
 
         float key[4], query[4], log_decay[4], bias[4], x_lane[2][4];
@@ -787,9 +577,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float y = log_decay[e] + bias[e];
-            if (p.A) y = p.bounded ? p.bound * sigmoid(speed * y) : -speed * softplus(y);
+            if (p.A) y = p.bounded ? p.bound * fast_sigmoid(speed * y) : -speed * fast_softplus(y);
             log_decay[e] = y;
-            const float decay = expf(y);
+            const float decay = fast_exp2(LOG2E * y);
             x_lane[0][e] = key[e] * decay, x_lane[1][e] = query[e] * decay;
         }
         if (owns_gates)
@@ -848,30 +638,39 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int t = 0; t < TOKENS; t++) {
             raw_k[t] = load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, t < count);
             raw_q[t] = load4(q_row + (t * p.t_q + 4 * lane) * ACT_BYTES, t < count);
-            raw_g[t] = fetch_four(p.g_in, at_g + t * p.t_g, p.g_type, t < count);
         }
+        fetch_fours(raw_g, p.g_in, at_g, p.t_g, p.g_type, count);
         const float speed = p.A ? expf(scalar(raw_A, p.A_type)) : 0.f;
         float bias[4];
         four(channel_bias, p.bias_type, bias);
+        // all tokens at once, so that their chains of operations overlap
+        fours(raw_g, p.g_type, decay);
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) decay[t][e] += bias[e];
+        if (p.A && p.bounded) {
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) decay[t][e] = p.bound * fast_sigmoid(speed * decay[t][e]);
+        } else if (p.A) {
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) decay[t][e] = -speed * fast_softplus(decay[t][e]);
+        }
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) decay[t][e] = 1.f;
             if (t < count) {
                 const int row = ring_row(hist + t);
-                float gate[4];
-                four(raw_g[t], p.g_type, gate);
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    float y = gate[e] + bias[e];
-                    if (p.A) y = p.bounded ? p.bound * fast_sigmoid(speed * y) : -speed * fast_softplus(y);
-                    gate[e] = y;
-                    decay[t][e] = fast_exp2(LOG2E * y);
-                }
                 if (owns_gates)
-                    *(float4*)(g_ring + row * K + 4 * lane) = make_float4(gate[0], gate[1], gate[2], gate[3]);
+                    *(float4*)(g_ring + row * K + 4 * lane) =
+                        make_float4(decay[t][0], decay[t][1], decay[t][2], decay[t][3]);
                 if (owns_keys) store4(k_ring + (row * K + 4 * lane) * ACT_BYTES, raw_k[t]);
             }
+#pragma unroll
+            for (int e = 0; e < 4; e++) decay[t][e] = t < count ? fast_exp2(LOG2E * decay[t][e]) : 1.f;
         }
 
         // the history's keys, decayed to its end
@@ -936,7 +735,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                       query[0][3] * key[0][3];
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) y += shuffle_xor(y, d);
-            if (lane == 0) sums[0] = y;
+            if (lane == 0) cells[0] = y;
         } else {
             float pending[16];
 #pragma unroll
@@ -956,7 +755,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         pending[at % 16] = y[0] * f[0] + y[1] * f[1] + y[2] * f[2] + y[3] * f[3];
                         if (at % 16 == 15) {
                             float z = scatter_sum(pending, lane);
-                            if (lane < 16) sums[at - 15 + lane] = z;
+                            if (lane < 16) cells[at - 15 + lane] = z;
                         }
                     }
                 }
@@ -965,43 +764,48 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         warp_sync();
 
         // scores: columns as rows of the first operand, which without a second tile has them twice
-        float d[RECORDS][4], d_low[RECORDS][4];
+        float d[RECORDS][4];
 #pragma unroll
-        for (int r = 0; r < RECORDS; r++)
+        for (int r = 0; r < RECORDS; r++) {
+            float d_low[2][4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) d[r][e] = d_low[r][e] = 0.f;
-        static_assert(RECORDS == 2, "");
+            for (int e = 0; e < 4; e++) d[r][e] = d_low[0][e] = d_low[1][e] = 0.f;
+            if (8 * r >= hist) continue;
 #pragma unroll 1
-        for (int block = 0; block < 4 && hist > 0; block++)
+            for (int block = 0; block < 4; block++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 y[4], z[4];
-                load_matrices(
-                    y, &chunk_of(draft_rows, SHARED_TILE ? lane & 7 : lane & 15, 2 * i + (lane >> 4), block));
-                load_matrices(
-                    z, &chunk_of(ring_keys, (lane & 7) + 8 * (lane >> 4), 2 * i + (lane >> 3 & 1), block));
-                const float columns[4] = {real(y[0]), real(y[1]), real(y[2]), real(y[3])};
-                float h[4], l[4];
-                split<2, NEAREST>(columns, h, l);
+                for (int two = 0; two < 2; two++) {
+                    u32 z[4];
+                    load_matrices(z, &chunk_of(ring_keys, 8 * r + (lane & 7), 4 * two + (lane >> 3), block));
 #pragma unroll
-                for (int r = 0; r < RECORDS; r++) {
-                    const float keys[2] = {real(z[2 * r]), real(z[2 * r + 1])};
-                    if (8 * r < hist) product<2, 2, NEAREST>(d[r], d_low[r], h, l, keys);
+                    for (int i = 0; i < 2; i++) {
+                        u32 y[4];
+                        load_matrices(y, &chunk_of(draft_rows, SHARED_TILE ? lane & 7 : lane & 15,
+                                                   4 * two + 2 * i + (lane >> 4), block));
+                        const float columns[4] = {real(y[0]), real(y[1]), real(y[2]), real(y[3])};
+                        const float keys[2] = {real(z[2 * i]), real(z[2 * i + 1])};
+                        float h[4], l[4];
+                        split<2>(columns, h, l);
+                        product<2, 2>(d[r], d_low[0], d_low[1], h, l, keys);
+                    }
                 }
-            }
+#pragma unroll
+            for (int e = 0; e < 4; e++) d[r][e] = with_low<2, 2>(d[r][e], d_low[0][e] + d_low[1][e]);
+        }
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
 #pragma unroll
-                for (int n = 0; n < 2; n++) scores[i][r][n] = d[r][2 * i + n] + d_low[r][2 * i + n];
+                for (int n = 0; n < 2; n++) scores[i][r][n] = d[r][2 * i + n];
 #pragma unroll
-            for (int step = 0; step < 16; step++) {
-                float y[2], w[2];
-                pair_of(draft_rows + (8 * i + g) * K, step, c, g, y);
-                pair_of(total_row, step, c, 0, w);
+            for (int two = 0; two < 8; two++) {
+                float y[2][2], w[2][2];
+                two_steps<false>(draft_rows + 8 * i * K, two, lane, y);
+                two_steps<true>(total_row, two, lane, w);
 #pragma unroll
-                for (int n = 0; n < 2; n++) x[i][step / 4][step % 4 * 2 + n] = y[n] * w[n];
+                for (int e = 0; e < 4; e++)
+                    x[i][two / 2][two % 2 * 4 + e] = y[e / 2][e % 2] * w[e / 2][e % 2];
             }
         }
         warp_sync();
@@ -1012,11 +816,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         }
     }
 #endif
-    // records of the row's keys
-    if (owns_keys && !KDA)
-        for (int t = 0; t < count; t++)
-            store4(k_ring + (ring_row(hist + t) * K + 4 * lane) * ACT_BYTES,
-                   load4(k_row + (t * p.t_k + 4 * lane) * ACT_BYTES, true));
 
 #if TOKENS > 1
     bool keeps[TILES][2], answers[TILES][2];  // which records and outputs the lane has
@@ -1091,12 +890,10 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     // tokens upon tokens, as operands [token 8 s + g][token 8 j + 2c + n]: the triangular system's inverse
     // less the identity, since tensor cores cut sums off, and what outputs take of its right side
     float solve_b[TILES][TILES][2], reply_b[TILES][TILES][2], token_beta[TILES][2];
-    float* const solve = (float*)(shared_memory + AT_SOLVE);
-    float* const reply = (float*)(shared_memory + AT_REPLY);
     if (TOKENS == 4 && count == 1) {
         const float first_key_norm = DELTA ? shuffle(column_norm[0], 0) : shuffle(gate, 0);
 #if RULE == 2
-        const float y = sums[0];
+        const float y = cells[0];
 #else
         const float y = pair_d[0][0][0];
 #endif
@@ -1106,8 +903,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         solve_b[0][0][1] = reply_b[0][0][1] = 0.f;
     } else {
 #if RULE != 2
-        float* const kk = solve;  // each lane turns its cells into the system's
-        float* const qk = reply;
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -1117,13 +912,15 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     const int j = 8 * t + 2 * c + n;
                     const float y = pair_d[pair][t][n], z = pair_d[pair][t][2 + n];
                     if (SHARED_TILE) {
-                        if (c < 2) (g < 4 ? kk : qk)[(g & 3) * TOKENS + j] = y;
+                        const int s = g & 3;
+                        if (c < 2 && (g < 4 ? s > j : s >= j)) cells[cell(s, j, g >= 4)] = y;
                     } else if (DELTA) {
-                        kk[(8 * pair + g) * TOKENS + j] = y;
-                        qk[(8 * pair + g) * TOKENS + j] = z;
+                        const int s = 8 * pair + g;
+                        if (s > j) cells[cell(s, j, false)] = y;
+                        if (s >= j) cells[cell(s, j, true)] = z;
                     } else if (j < TOKENS) {
-                        if (g < TOKENS) qk[g * TOKENS + j] = y;
-                        if (TWO) qk[(8 + g) * TOKENS + j] = z;
+                        if (g < TOKENS && g >= j) cells[cell(g, j, true)] = y;
+                        if (TWO && 8 + g >= j) cells[cell(8 + g, j, true)] = z;
                     }
                 }
         warp_sync();
@@ -1138,69 +935,62 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 if (lane / 8 == t) token_key_norm = y, token_query_norm = z;
             }
         }
-        float log_decay = 0.f;
+        // column `lane` of the system and of the answers
+        float log_decay = 0.f, system[TOKENS], answer[TOKENS];
+        const int j = lane % TOKENS;
 #pragma unroll
-        for (int s = 0; s < TOKENS; s++) {  // column `lane`
+        for (int s = 0; s < TOKENS; s++) {
             const float gate_s = shuffle(gate, s), beta_s = shuffle(beta, s);
             const float key_s = shuffle(token_key_norm, s), query_s = shuffle(token_query_norm, s);
-            if (s > lane) log_decay += gate_s;
-            if (lane < TOKENS) {
-                float m = 0.f, n = 0.f;
-                if (s >= lane && s < count) {
-                    const float decay = KDA ? 1.f : expf(rate * log_decay);
-#if RULE == 2
-                    n = sums[pair_at(s, lane, true)];
-                    if (s > lane) m = sums[pair_at(s, lane, false)];
-#else
-                    n = qk[s * TOKENS + lane] * decay;
-                    if (DELTA && s > lane) m = kk[s * TOKENS + lane] * decay;
-#endif
-                    n *= DELTA ? query_s * token_key_norm : gate;
-                    m *= beta_s * key_s * token_key_norm;
-                }
-                solve[s * TOKENS + lane] = m;
-                reply[s * TOKENS + lane] = n;
+            if (s > j) log_decay += gate_s;
+            float m = 0.f, n = 0.f;
+            if (s >= j && s < count) {
+                const float decay = KDA ? 1.f : expf(rate * log_decay);
+                n = cells[KDA ? pair_at(s, j, true) : cell(s, j, true)] * decay;
+                if (DELTA && s > j) m = cells[KDA ? pair_at(s, j, false) : cell(s, j, false)] * decay;
+                n *= DELTA ? query_s * token_key_norm : gate;
+                m *= beta_s * key_s * token_key_norm;
             }
+            system[s] = m, answer[s] = n;
         }
-        warp_sync();
-        if (DELTA) {
-            float inverse[TOKENS], answer[TOKENS];
-            const int j = lane % TOKENS;
-#pragma unroll
-            for (int s = 0; s < TOKENS; s++) {
-                float y = s == j ? 1.f : 0.f;
-#pragma unroll
-                for (int i = 0; i < s; i++) y -= solve[s * TOKENS + i] * inverse[i];
-                inverse[s] = y;
-                float z = 0.f;
-#pragma unroll
-                for (int i = 0; i <= s; i++) z += reply[s * TOKENS + i] * inverse[i];
-                answer[s] = z;
-            }
+        // the system's inverse, and what outputs take of its right side
+        auto keep_column = [&]() {
             warp_sync();
             if (lane < TOKENS)
 #pragma unroll
-                for (int s = 0; s < TOKENS; s++)
-                    solve[s * TOKENS + lane] = s == lane ? 0.f : inverse[s],
-                                       reply[s * TOKENS + lane] = answer[s];
+                for (int s = 0; s < TOKENS; s++) {
+                    if (DELTA && s > j) cells[cell(s, j, false)] = system[s];
+                    if (s >= j) cells[cell(s, j, true)] = answer[s];
+                }
             warp_sync();
+        };
+        keep_column();
+        if (DELTA) {
+#pragma unroll
+            for (int s = 0; s < TOKENS; s++) {
+                float y = s == j ? 1.f : 0.f, z = 0.f;
+#pragma unroll
+                for (int i = 0; i < s; i++) y -= cells[cell(s, i, false)] * system[i];
+                system[s] = y;
+#pragma unroll
+                for (int i = 0; i <= s; i++) z += cells[cell(s, i, true)] * system[i];
+                answer[s] = z;
+            }
+            keep_column();
         }
 #pragma unroll
-        for (int s = 0; s < TILES; s++)
+        for (int t = 0; t < TILES; t++)
 #pragma unroll
-            for (int j = 0; j < TILES; j++)
+            for (int u = 0; u < TILES; u++)
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    const int at = 8 * j + 2 * c + n;
-                    if (SHARED_TILE) {
-                        solve_b[s][j][n] =
-                            c < 2 ? (g < 4 ? solve : reply)[(g & 3) * TOKENS + at % TOKENS] : 0.f;
-                    } else {
-                        const bool inside = 8 * s + g < TOKENS && at < TOKENS;
-                        const int cell = inside ? (8 * s + g) * TOKENS + at : 0;
-                        if (DELTA) solve_b[s][j][n] = solve[cell];
-                        reply_b[s][j][n] = inside ? reply[cell] : 0.f;
-                    }
+                    const int s = SHARED_TILE ? g & 3 : 8 * t + g, at = 8 * u + 2 * c + n;
+                    const bool solves = DELTA && s > at && s < TOKENS && (!SHARED_TILE || g < 4);
+                    const bool replies = s >= at && s < TOKENS && (!SHARED_TILE || g >= 4);
+                    const float y = cells[solves ? cell(s, at, false) : 0],
+                                z = cells[replies ? cell(s, at, true) : 0];
+                    solve_b[t][u][n] = solves ? y : SHARED_TILE && replies ? z : 0.f;
+                    reply_b[t][u][n] = replies ? z : 0.f;
                 }
     }
 #pragma unroll
@@ -1209,16 +999,34 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int n = 0; n < 2; n++) token_beta[t][n] = shuffle(beta, 8 * t + 2 * c + n);
 #endif
 
-    // this lane's two values of a new record: u of a delta rule, the token's own of Mamba-2
-    auto keep_record = [&](int row, int v, float first_u, float second_u, u32 raw) {
-        char* const to = u_ring + (row * V + v) * U_BYTES;
+    // of the first unit: where this lane's two values of new records and of outputs go
+    const int v_lane_0 = v_part + 2 * g;
+    u32 record_to[TILES][2];
+    char* const out_to =
+        pinned(out_row + ((ONE ? 0 : 2 * c - (SHARED_TILE ? 4 : 0)) * p.t_out + v_lane_0) * ACT_BYTES, lane);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int s = ONE ? 0 : 8 * t + 2 * c + n;
+            record_to[t][n] = pinned((ring_row(hist + s) * V + v_lane_0) * U_BYTES, lane);
+        }
+    // u of a delta rule, the token's own value of Mamba-2
+    auto keep_record = [&](char* to, float first_u, float second_u, u32 raw) {
         if (DELTA) *(float2*)to = make_float2(first_u, second_u);
         else store2(to, raw);
     };
+    int past_at[2], token_at[2];  // this lane's values of records and tokens 2c and 2c + 1
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        past_at[n] = pinned(AT_U + value_pair<U_BYTES>(2 * c + n, g), lane);
+        token_at[n] = pinned(AT_VALUES + value_pair<2>(ONE ? 0 : (2 * c + n) % TOKENS, g), lane);
+    }
+    const int operand_at = pinned(operand_row(lane), lane);
 
 #pragma unroll 1
     for (int unit = 0; unit < UNITS; unit++) {
-        const int v = v_part + 16 * unit + 2 * g;
+        const int v = v_lane_0 + 16 * unit;
         const bool inside = EVEN || v < V;
         const int stage = single ? 0 : unit % STAGES;
         unsigned char* const tile_at = shared_memory + stage * STAGE_BYTES;
@@ -1227,34 +1035,38 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         warp_sync();
 
         // checkpoint times columns
-        float acc[COLUMNS][4], acc_low[COLUMNS][4];
+        constexpr bool TWO_LOW = S_TERMS == 2 && X_TERMS == 2 && COLUMNS == 1;
+        float acc[COLUMNS][4], acc_low[COLUMNS][4], acc_low_too[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int e = 0; e < 4; e++)
 #pragma unroll
             for (int i = 0; i < COLUMNS; i++) acc[i][e] = acc_low[i][e] = 0.f;
-#if RULE == 2 && TOKENS > 1
+#if TOKENS > 1
 #pragma unroll
         for (int at = 0; at < 16; at += STEPS_AT_ONCE) {
             float y[STEPS_AT_ONCE][4], h[4], l[4];
-            unit_operand(tile_at, at / STEPS_AT_ONCE, lane, y);
+            unit_operand(tile_at, operand_at, at / STEPS_AT_ONCE, y);
 #pragma unroll
             for (int i = 0; i < STEPS_AT_ONCE; i++) {
                 const int step = at + i;
-                split<S_TERMS, NEAREST>(y[i], h, l);
+                split<S_TERMS>(y[i], h, l);
 #pragma unroll
                 for (int n = 0; n < COLUMNS; n++) {
                     const float z[2] = {x[n][step / 4][step % 4 * 2], x[n][step / 4][step % 4 * 2 + 1]};
-                    product<S_TERMS, X_TERMS, NEAREST>(acc[n], acc_low[n], h, l, z);
+                    product<S_TERMS, X_TERMS>(acc[n], acc_low[n], TWO_LOW ? acc_low_too : acc_low[n], h, l,
+                                              z);
                 }
             }
         }
+        if (TWO_LOW)
+#pragma unroll
+            for (int e = 0; e < 4; e++) acc_low[0][e] += acc_low_too[e];
 #else
 #pragma unroll
         for (int block = 0; block < 4; block++) {
             float rows[2][8];
 #pragma unroll
             for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, rows[r]);
-#if TOKENS == 1
 #pragma unroll
             for (int e = 0; e < 8; e++)
 #pragma unroll
@@ -1262,19 +1074,6 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     acc[i][2 * (e & 1)] += rows[0][e] * x[i][block][e];
                     acc[i][2 * (e & 1) + 1] += rows[1][e] * x[i][block][e];
                 }
-#else
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float y[4] = {rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1]};
-                float h[4], l[4];
-                split<S_TERMS, NEAREST>(y, h, l);
-#pragma unroll
-                for (int n = 0; n < COLUMNS; n++) {
-                    const float z[2] = {x[n][block][2 * i], x[n][block][2 * i + 1]};
-                    product<S_TERMS, X_TERMS, NEAREST>(acc[n], acc_low[n], h, l, z);
-                }
-            }
-#endif
         }
 #endif
 
@@ -1284,11 +1083,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int r = 0; r < RECORDS; r++)
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                const int row = 8 * r + 2 * c + n;
+                const unsigned char* const at = tile_at + past_at[n] + 128 * U_BYTES * r;
 #if RULE == 0
-                widen(load2(tile_at + AT_U + value_chunk<2>(row, g >> 2) + (g & 3) * 4), past[r][n]);
+                widen(load2(at), past[r][n]);
 #else
-                const float2 u = *(const float2*)(tile_at + AT_U + value_chunk<4>(row, g >> 1) + (g & 1) * 8);
+                const float2 u = *(const float2*)at;
                 past[r][n][0] = u.x, past[r][n][1] = u.y;
 #endif
             }
@@ -1305,7 +1104,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 y[i][e] += shuffle_xor(y[i][e], 1);
                 y[i][e] = (y[i][e] + shuffle_xor(y[i][e], 2)) * column_factor[i][0];
             }
-        const u32 fresh = token_values(tile_at, 0, g);
+        const u32 fresh = load2(tile_at + token_at[0]);
         float value[2];
         widen(fresh, value);
         float u[2] = {value[0], value[1]};
@@ -1319,8 +1118,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                       z);
                 o[0] *= z[0] * sigmoid(z[0]), o[1] *= z[1] * sigmoid(z[1]);
             }
-            keep_record(ring_row(hist), v, u[0], u[1], fresh);
-            store2(out_row + v * ACT_BYTES, round2(o[0], o[1]));
+            keep_record(u_ring + 16 * U_BYTES * unit + record_to[0][0], u[0], u[1], fresh);
+            store2(out_to + 16 * ACT_BYTES * unit, round2(o[0], o[1]));
         }
 #else
         constexpr int PAST_TERMS = DELTA ? 2 : 1;
@@ -1328,19 +1127,19 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
         for (int r = 0; r < RECORDS; r++) {
             const float y[4] = {past[r][0][0], past[r][0][1], past[r][1][0], past[r][1][1]};
-            split<PAST_TERMS, NEAREST>(y, past_h[r], past_l[r]);
+            split<PAST_TERMS>(y, past_h[r], past_l[r]);
         }
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) acc[i][e] = (acc[i][e] + acc_low[i][e]) * total;
             float recent[4] = {0, 0, 0, 0}, recent_low[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
-                product<PAST_TERMS, 2, NEAREST>(recent, recent_low, past_h[r], past_l[r], ring_b[i][r]);
+                product<PAST_TERMS, 2>(recent, recent_low, past_h[r], past_l[r], ring_b[i][r]);
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                acc[i][e] = (acc[i][e] + (recent[e] + recent_low[e])) * column_factor[i][e & 1];
+                acc[i][e] = fmaf(with_low<S_TERMS, X_TERMS>(acc[i][e], acc_low[i][e]), total,
+                                 with_low<PAST_TERMS, 2>(recent[e], recent_low[e])) *
+                            column_factor[i][e & 1];
         }
 
         // the tokens upon each other
@@ -1350,8 +1149,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         for (int t = 0; t < TILES; t++) {
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                const int s = 8 * t + 2 * c + n;
-                fresh[t][n] = token_values(tile_at, s < TOKENS ? s : 0, g);
+                fresh[t][n] = load2(tile_at + token_at[n] + 256 * t);
                 widen(fresh[t][n], value[t][n]);
             }
             float (&y)[4] = right[t];  // as an operand: rows 2g, 2g + 1 of token 2c, then of token 2c + 1
@@ -1361,7 +1159,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                 if (DELTA) y[e] = token_beta[t][e >> 1] * (y[e] - acc[t][2 * (e & 1) + (e >> 1)]);
                 if (TOKENS == 4 && c >= 2) y[e] = 0.f;
             }
-            split<2, NEAREST>(y, h[t], l[t]);
+            split<2>(y, h[t], l[t]);
         }
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
@@ -1371,20 +1169,21 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             for (int e = 0; e < 4; e++) o[e] = u[e] = o_low[e] = u_low[e] = 0.f;
 #pragma unroll
             for (int j = 0; j <= t; j++) {
-                product<2, 2, NEAREST>(o, o_low, h[j], l[j], SHARED_TILE ? solve_b[t][j] : reply_b[t][j]);
-                if (DELTA && !SHARED_TILE) product<2, 2, NEAREST>(u, u_low, h[j], l[j], solve_b[t][j]);
+                product<2, 2>(o, o_low, h[j], l[j], SHARED_TILE ? solve_b[t][j] : reply_b[t][j]);
+                if (DELTA && !SHARED_TILE) product<2, 2>(u, u_low, h[j], l[j], solve_b[t][j]);
             }
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const float own = right[t][2 * (e & 1) + (e >> 1)];
-                o[e] = (SHARED_TILE && c < 2 ? own : acc[JOINT ? t : TILES + t][e]) + (o[e] + o_low[e]);
-                u[e] = own + (u[e] + u_low[e]);
+                o[e] = (SHARED_TILE && c < 2 ? own : acc[JOINT ? t : TILES + t][e]) +
+                       with_low<2, 2>(o[e], o_low[e]);
+                u[e] = own + with_low<2, 2>(u[e], u_low[e]);
             }
 #pragma unroll
             for (int n = 0; n < 2; n++) {
                 const int s = 8 * t + 2 * c + n;
                 if (keeps[t][n] && inside)
-                    keep_record(ring_row(hist + s), v, SHARED_TILE ? o[n] : u[n],
+                    keep_record(u_ring + 16 * U_BYTES * unit + record_to[t][n], SHARED_TILE ? o[n] : u[n],
                                 SHARED_TILE ? o[2 + n] : u[2 + n], fresh[t][n]);
                 const int query = SHARED_TILE ? s - 4 : s;
                 if (answers[t][n] && inside) {
@@ -1399,7 +1198,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                         }
                     }
                     if (query >= count) y[0] = y[1] = 0.f;
-                    store2(out_row + (query * p.t_out + v) * ACT_BYTES, round2(y[0], y[1]));
+                    store2(out_to + 16 * ACT_BYTES * unit + (8 * t + n) * p.t_out * ACT_BYTES,
+                           round2(y[0], y[1]));
                 }
             }
         }
@@ -1415,7 +1215,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #if RULE == 2
             float fh[RECORDS][4], fl[RECORDS][4];
 #pragma unroll
-            for (int r = 0; r < RECORDS; r++) split<2, NEAREST>(weighted[r], fh[r], fl[r]);
+            for (int r = 0; r < RECORDS; r++) split<2>(weighted[r], fh[r], fl[r]);
 #else
             u32 folded[RECORDS / 2][3][4];
 #pragma unroll
@@ -1428,11 +1228,11 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     for (int t = 0; t < 3; t++) folded[r / 2][t][2 * (r % 2) + e] = terms[t];
                 }
 #endif
-#pragma unroll 2
+#pragma unroll(KDA ? 2 : 1)  // more would take registers beyond what GDN has
             for (int block = 0; block < 4; block++) {
                 float tile[2][8], d[4][4], d_low[4][4];  // products of element i of each four
 #pragma unroll
-                for (int r = 0; r < 2; r++) unit_row(tile_at, 2 * g + r, g, c, block, tile[r]);
+                for (int r = 0; r < 2; r++) flush_row(tile_at, 2 * g + r, g, c, block, tile[r]);
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -1441,17 +1241,17 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
                 for (int r = 0; r < RECORDS; r++) {
                     if (CHAIN && 8 * r >= hist) break;
-                    const float4 y = chunk_of(ring_keys, 8 * r + 2 * c, g, block),
-                                 z = chunk_of(ring_keys, 8 * r + 2 * c + 1, g, block);
+                    const float4 y = chunk_of(ring_keys, 8 * r + 2 * c, four_of(g), block),
+                                 z = chunk_of(ring_keys, 8 * r + 2 * c + 1, four_of(g), block);
                     const float keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
 #pragma unroll
-                    for (int i = 0; i < 4; i++) product<2, 2, NEAREST>(d[i], d_low[i], fh[r], fl[r], keys[i]);
+                    for (int i = 0; i < 4; i++) product<2, 2>(d[i], d_low[i], fh[r], fl[r], keys[i]);
                 }
 #else
 #pragma unroll
                 for (int r = 0; r < RECORDS / 2; r++) {
-                    const uint4 y = pair_chunk(kept_keys, 8 * r + c, 8 * block + g),
-                                z = pair_chunk(kept_keys, 8 * r + 4 + c, 8 * block + g);
+                    const uint4 y = pair_chunk(kept_keys, 8 * r + c, 8 * block + four_of(g)),
+                                z = pair_chunk(kept_keys, 8 * r + 4 + c, 8 * block + four_of(g));
                     const u32 keys[4][2] = {{y.x, z.x}, {y.y, z.y}, {y.z, z.z}, {y.w, z.w}};
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
@@ -1461,27 +1261,33 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     }
                 }
 #endif
+                float kept[2][4] = {{total, total, total, total}, {total, total, total, total}};
+                if (KDA)
+#pragma unroll
+                    for (int n = 0; n < 2; n++) {
+                        const int at = 32 * block + (STATE == 0 ? 4 * four_of(2 * c + n) : 8 * c + 4 * n);
+                        const float4 y = *(const float4*)(total_row + at);
+                        kept[n][0] = y.x, kept[n][1] = y.y, kept[n][2] = y.z, kept[n][3] = y.w;
+                    }
 #pragma unroll
                 for (int i = 0; i < 4; i++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        const int at = 4 * (e & 1) + i;
-                        float& s = tile[e >> 1][at];
-                        s = fmaf(s, KDA ? total_row[32 * block + 8 * c + at] : total, d[i][e] + d_low[i][e]);
+                        float& s = tile[e >> 1][4 * (e & 1) + i];
+                        s = fmaf(s, kept[e & 1][i],
+                                 KDA ? with_low<2, 2>(d[i][e], d_low[i][e]) : d[i][e] + d_low[i][e]);
                     }
 #pragma unroll
                 for (int r = 0; r < 2; r++)
-                    keep_row(tile_at, 2 * g + r, g, c, block, tile[r], seed,
-                             (u32)((head * V + v + r) * K + 32 * block + 8 * c), (u32)slot, (u32)p.layer);
+                    if (inside)
+                        store_row(part_state + (i64)(16 * unit + 2 * g + r) * ROW_BYTES, c, block, tile[r],
+                                  seed, (u32)((head * V + v + r) * K), (u32)slot, (u32)p.layer);
             }
-            warp_sync();
-            store_unit(tile_at, head_state + (i64)(v - 2 * g) * (K * STATE_BYTES), V - v + 2 * g, lane);
         }
         warp_sync();
         if (STAGES > 1) {
             const int next = unit + (single ? 1 : STAGES);
-            issue_unit(next, stage);
-            issue_values(next, stage);
+            if (next < UNITS) issue_unit(next, stage), issue_values(next, stage);
             copies_commit();
         }
     }

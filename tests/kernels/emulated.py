@@ -1,4 +1,4 @@
-"""The CUDA backend's kernel on a CPU: its source, compiled by g++ with an emulator of one warp."""
+"""The CUDA backend's kernel on a CPU: its source, compiled by g++ with an emulator of a program's warps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EmulatedProgram:
     """
 
     def __init__(self, config: Config, backwards: bool) -> None:
-        kernel = Path(build.__file__).with_name("step.cu").read_text(encoding="utf-8")
+        kernel = build.source(config, build.SHARED_SOURCES[1:])
         parts = ((HERE / "primitives.hpp").read_text(), kernel, (HERE / "main.hpp").read_text())
         folder = Path(mkdtemp(prefix="emulated"))
         source, library = folder / "step.cpp", folder / "step.so"

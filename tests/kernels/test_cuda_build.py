@@ -19,11 +19,12 @@ import torch
 from replayssm.core import Rule
 from replayssm.kernels import cuda_backend
 from replayssm.kernels.cuda_backend import build
-from replayssm.kernels.cuda_backend.build import UNIT, Config, Params, Program
-from replayssm.kernels.cuda_backend.cut import cut
+from replayssm.kernels.cuda_backend.build import UNIT, Kinds, Params, Program, SmallConfig, StepConfig
+from replayssm.kernels.cuda_backend.cut import Cut, cut
 
 cut_module = import_module("replayssm.kernels.cuda_backend.cut")
-PLAIN = Config(Rule.GDN, 80, 2, torch.float32, 4, 2, 5, False)
+PLAIN = StepConfig(Rule.GDN, 80, 2, torch.float32, 4, 2, 5, False)
+KINDS = Kinds.of(Params(state_indices=1, wide_state=1, lens=1, varlen=1, g_type=1, A=1, l2norm=1, bounded=1))
 SMALLEST_SHARED = 99 * 1024
 """Bytes of shared memory that a program may have on the smallest GPUs since compute capability 8.0."""
 
@@ -48,26 +49,53 @@ def struct_fields(text: str) -> list[tuple[str, type]]:
 
 def test_params_are_those_of_the_source() -> None:
     """The driver copies the structure as it lies in memory."""
-    assert [(name, type_) for name, type_, *_ in Params._fields_] == struct_fields(build.source())
+    assert [(name, type_) for name, type_, *_ in Params._fields_] == struct_fields(build.source(PLAIN))
 
 
-def test_defines() -> None:
-    """Every compile-time name of the source has its value, and no other name is defined."""
-    config = Config(Rule.KDA, 96, 1, torch.float16, 8, 2, 3, True)
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        (
+            StepConfig(Rule.KDA, 96, 1, torch.float16, 8, 2, 3, True),
+            {"WARPS": "1", "TOKENS": "8", "RECORDS": "2", "UNITS": "3"},
+        ),
+        (
+            SmallConfig(Rule.KDA, 96, 1, torch.float16, 1, 20, 32, True, KINDS),
+            {
+                "WARPS": "4",
+                "TOKENS": "1",
+                "RING": "20",
+                "ROWS": "32",
+                "STATE_INDEX": "2",
+                "RING_INDEX": "0",
+                "LENS": "1",
+                "VARLEN": "1",
+                "G_TYPE": "1",
+                "BETA_TYPE": "0",
+                "A_TYPE": "0",
+                "BIAS_TYPE": "-1",
+                "D_TYPE": "-1",
+                "HAS_Z": "0",
+                "L2NORM": "1",
+                "SOFTPLUS": "0",
+                "BOUNDED": "1",
+            },
+        ),
+    ],
+)
+def test_defines(config: build.Config, own: dict[str, str]) -> None:
+    """Every compile-time name of the sources has its value, and no other name is defined."""
     values = dict(define.removeprefix("-D").split("=") for define in config.defines())
-    programs = values.pop("PROGRAMS")
-    assert programs == str(config.programs)
-    assert values == {
-        "RULE": "2", "V": "96", "GROUP": "1", "STATE": "2", "TOKENS": "8", "RECORDS": "2",
-        "UNITS": "3", "STOCHASTIC": "1",
-    }  # fmt: skip
-    said = re.search(r"// Compile-time: (.*?)\.\s", build.source().replace("\n// ", " "))
-    assert said is not None
-    outside_brackets = re.sub(r"\([^)]*\)", "", said[1])
-    assert set(re.findall(r"\b[A-Z]+\b", outside_brackets)) == {*values, "PROGRAMS"}
+    if isinstance(config, StepConfig):
+        assert values.pop("PROGRAMS") == str(config.programs)
+    assert values == {"RULE": "2", "V": "96", "GROUP": "1", "STATE": "2", "STOCHASTIC": "1", **own}
+    said = re.findall(r"// Compile-time\b[^:]*: (.*?)\.\s", build.source(config).replace("\n// ", " "))
+    assert len(said) == 2
+    names = set(re.findall(r"\b[A-Z][A-Z0-9_]*\b", re.sub(r"\([^)]*\)", "", " ".join(said))))
+    assert names - {"PROGRAMS"} == set(values)
 
 
-def every_config() -> Iterator[Config]:
+def every_config() -> Iterator[StepConfig]:
     """What `refuses` lets pass, for the value dimensions that models have."""
     for rule in Rule:
         kda = rule is Rule.KDA
@@ -76,7 +104,7 @@ def every_config() -> Iterator[Config]:
                 for state in (torch.float32, torch.bfloat16):
                     for tokens in (1, 4, 8) if kda else (1, 4, 8, 16):
                         for records in (2,) if kda else (2, 4):
-                            yield Config(rule, value_dim, 1, state, tokens, records, units, False)
+                            yield StepConfig(rule, value_dim, 1, state, tokens, records, units, False)
 
 
 def test_every_configuration_fits_every_gpu() -> None:
@@ -101,10 +129,10 @@ def test_cuts_cover_a_head(value_dim: int) -> None:
 
 def test_a_measured_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's table decides for the steps that it has; 16 tokens are cut as 8 are."""
-    table = {"mamba2 V64 T1": [[128, 1], [512, 2]], "mamba2 V64 T8": [[64, 4]]}
+    table = {"mamba2 V64 T1": [[64, 1, 4], [128, 1, 1], [512, 2, 1]], "mamba2 V64 T8": [[64, 4, 1]]}
     monkeypatch.setattr(cut_module, "tables", lambda: {"GPU": table})
-    units = [cut(Rule.MAMBA2, 64, 1, heads, "GPU").units for heads in (1, 128, 129, 512, 513)]
-    assert units == [1, 1, 2, 2, 4]
+    shares = [cut(Rule.MAMBA2, 64, 1, heads, "GPU") for heads in (64, 65, 128, 129, 512, 513)]
+    assert shares == [Cut(1, 4), Cut(1), Cut(1), Cut(2), Cut(2), Cut(4)]
     assert cut(Rule.MAMBA2, 64, 16, 64, "GPU").units == 4
     assert cut(Rule.MAMBA2, 64, 4, 64, "GPU") == cut(Rule.MAMBA2, 64, 4, 64, "another")
     assert cut(Rule.MAMBA2, 80, 1, 64, "GPU") == cut(Rule.MAMBA2, 80, 1, 64, "another")
@@ -120,9 +148,9 @@ def test_the_tables_in_the_package() -> None:
     }
     for table in cut_module.tables().values():
         for key, entries in table.items():
-            heads = [most for most, _ in entries]
+            heads = [most for most, *_ in entries]
             assert heads == sorted(set(heads))
-            assert all(1 <= units <= keys[key] for _, units in entries)
+            assert all(1 <= units <= keys[key] and warps in (1, 4) for _, units, warps in entries)
 
 
 # ---- the build ----
@@ -283,8 +311,8 @@ def test_what_a_kept_kernel_depends_on(machine: Machine, monkeypatch: pytest.Mon
     Program(PLAIN, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     Program(PLAIN, 0)
-    text = build.source()
-    monkeypatch.setattr(build, "source", lambda: text + "// changed")
+    text = build.source(PLAIN)
+    monkeypatch.setattr(build, "source", lambda config: text + "// changed")
     Program(PLAIN, 0)
     assert len(machine.nvrtc.compiled) == len(machine.kept) == 5
 

@@ -3,23 +3,21 @@
 static Params arguments;
 static void lane_main() {
     replay_step(arguments);
-    int self = warp::at;
-    warp::lanes[self].done = true;
-    for (int i = 1; i <= 32; i++)
-        if (!warp::lanes[(self + i * warp::next) % 32].done) {
-            warp::at = (self + i * warp::next) % 32;
-            setcontext(&warp::lanes[warp::at].context);
-        }
-    setcontext(&warp::home);
+    warp::lanes[warp::at].done = true;
+    int to = warp::at;
+    for (int i = 0; i < 32 && warp::lanes[to].done; i++) to = warp::lane_after(to);
+    for (int i = 0; i < WARPS && warp::lanes[to].done; i++) to = warp::warp_after(to);
+    warp::at = to;
+    setcontext(warp::lanes[to].done ? &warp::home : &warp::lanes[to].context);
 }
 
 extern "C" void launch(int blocks_x, int blocks_y, const Params* params) {
-    static std::vector<unsigned char> stacks(32 * (1 << 18));
+    static std::vector<unsigned char> stacks(warp::THREADS * (1 << 18));
     arguments = *params;
     for (warp::block_y = 0; warp::block_y < blocks_y; warp::block_y++)
         for (warp::block_x = 0; warp::block_x < blocks_x; warp::block_x++) {
             memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
-            for (int i = 0; i < 32; i++) {
+            for (int i = 0; i < warp::THREADS; i++) {
                 auto& lane = warp::lanes[i];
                 lane.groups.assign(1, {});
                 lane.done = false;
@@ -30,8 +28,8 @@ extern "C" void launch(int blocks_x, int blocks_y, const Params* params) {
                 lane.context.uc_link = nullptr;
                 makecontext(&lane.context, lane_main, 0);
             }
-            warp::at = warp::first;
-            swapcontext(&warp::home, &warp::lanes[warp::first].context);
+            warp::at = 32 * warp::first_warp + warp::first;
+            swapcontext(&warp::home, &warp::lanes[warp::at].context);
         }
 }
 extern "C" int shared_bytes() { return SHARED_BYTES; }

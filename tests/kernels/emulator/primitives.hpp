@@ -1,8 +1,9 @@
-// A warp on a CPU: 32 fibers that take turns, so that the CUDA source runs without a GPU.
+// WARPS warps on a CPU: fibers that take turns, so that the CUDA source runs without a GPU.
 //
-// Every collective (shuffle, product, barrier) hands over to the next lane and returns once all lanes have
-// come to it. A lane's asynchronous copies land only when it waits for them, so a missing wait or barrier
-// shows. A vector off its boundary ends the process.
+// Every collective of a warp (shuffle, product, barrier) hands over to its next lane and returns once all its
+// lanes have come to it; the barrier of all warps then hands over to the next warp. A lane's asynchronous
+// copies land only when it waits for them, so a missing wait or barrier shows. A vector off its boundary ends
+// the process.
 
 #include <cmath>
 #include <cstdint>
@@ -64,23 +65,28 @@ struct Lane {
     std::vector<std::vector<Copy>> groups{1};
     bool done = false;
 };
-static Lane lanes[32];
+constexpr int THREADS = 32 * WARPS;
+static Lane lanes[THREADS];
 static ucontext_t home;
-static int at, block_x, block_y, turn[32];
-static float box[2][32][6];
-#ifdef BACKWARDS  // lanes take turns from the last one down
-constexpr int first = 31, next = 31;
+static int at, block_x, block_y, turn[THREADS];
+static float box[2][THREADS][6];
+#ifdef BACKWARDS  // lanes take turns from the last one down, and so do warps
+constexpr int first = 31, next = 31, first_warp = WARPS - 1, next_warp = WARPS - 1;
 #else
-constexpr int first = 0, next = 1;
+constexpr int first = 0, next = 1, first_warp = 0, next_warp = 1;
 #endif
-static void meet() {
+static int lane_after(int thread) { return thread / 32 * 32 + (thread % 32 + next) % 32; }
+static int warp_after(int thread) { return (thread / 32 + next_warp) % WARPS * 32 + first; }
+static void hand_over(int to) {
     int from = at;
-    at = (at + next) % 32;
-    swapcontext(&lanes[from].context, &lanes[at].context);
+    at = to;
+    if (from != to) swapcontext(&lanes[from].context, &lanes[to].context);
 }
+static void meet() { hand_over(lane_after(at)); }
 }  // namespace warp
 
-DEVICE int lane_id() { return warp::at; }
+DEVICE int lane_id() { return warp::at % 32; }
+DEVICE int warp_id() { return warp::at / 32; }
 DEVICE int grid_x() { return warp::block_x; }
 DEVICE int grid_y() { return warp::block_y; }
 DEVICE u32 bits(float x) {
@@ -117,24 +123,23 @@ DEVICE u32 permute(u32 x, u32 y, u32 selector) {
 }
 DEVICE u32 high_product(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 
+// What this lane gives the others of its warp, and what each of them has given.
 DEVICE float* post() {
-    int lane = warp::at;
-    warp::turn[lane] ^= 1;
-    return warp::box[warp::turn[lane]][lane];
+    warp::turn[warp::at] ^= 1;
+    return warp::box[warp::turn[warp::at]][warp::at];
 }
+DEVICE float (*posted())[6] { return warp::box[warp::turn[warp::at]] + 32 * warp_id(); }
 DEVICE float shuffle(float x, int from) {
-    int lane = warp::at;
     *post() = x;
     warp::meet();
-    return warp::box[warp::turn[lane]][from & 31][0];
+    return posted()[from & 31][0];
 }
-DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, warp::at ^ mask); }
+DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, lane_id() ^ mask); }
 DEVICE u32 votes(bool x) {
-    int lane = warp::at;
     *post() = x;
     warp::meet();
     u32 bits = 0;
-    for (int i = 0; i < 32; i++) bits |= (u32)(warp::box[warp::turn[lane]][i][0] != 0) << i;
+    for (int i = 0; i < 32; i++) bits |= (u32)(posted()[i][0] != 0) << i;
     return bits;
 }
 DEVICE int bit_count(u32 x) { return __builtin_popcount(x); }
@@ -142,6 +147,10 @@ DEVICE int first_bit(u32 x) { return __builtin_ffs(x) - 1; }
 DEVICE int shuffle(int x, int from) { return (int)bits(shuffle(real((u32)x), from)); }
 DEVICE void follow() {}
 DEVICE void warp_sync() { shuffle(0.f, 0); }
+DEVICE void block_sync() {
+    warp_sync();
+    if (lane_id() == warp::first) warp::hand_over(warp::warp_after(warp::at));
+}
 
 // floor(log2 |x|) of an fp32 value; -1023 of zero
 DEVICE int exponent(double x) {
@@ -188,12 +197,12 @@ DEVICE void add_products(float (&d)[4], const double (&x)[2][DEPTH], const doubl
     }
 }
 DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
-    int lane = warp::at, g = lane / 4, c = lane % 4;
+    int lane = lane_id(), g = lane / 4, c = lane % 4;
     float* own = post();
     for (int i = 0; i < 4; i++) own[i] = real(bits(a[i]) & 0xffffe000u);
     for (int i = 0; i < 2; i++) own[4 + i] = real(bits(b[i]) & 0xffffe000u);
     warp::meet();
-    auto box = warp::box[warp::turn[lane]];
+    auto box = posted();
     double x[2][8], y[2][8];
     for (int i = 0; i < 2; i++)
         for (int k = 0; k < 8; k++) {
@@ -203,11 +212,11 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
     add_products(d, x, y);
 }
 DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    int lane = warp::at, g = lane / 4, c = lane % 4;
+    int lane = lane_id(), g = lane / 4, c = lane % 4;
     float* own = post();
     memcpy(own, a, 16), memcpy(own + 4, b, 8);
     warp::meet();
-    auto box = warp::box[warp::turn[lane]];
+    auto box = posted();
     double x[2][16], y[2][16];
     for (int i = 0; i < 2; i++)
         for (int k = 0; k < 16; k++) {
@@ -221,11 +230,23 @@ DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 
 DEVICE void load_matrices(u32 (&x)[4], const void* row) {
     if ((uintptr_t)row % 16) abort();
-    const int lane = warp::at, g = lane / 4, c = lane % 4;
+    const int lane = lane_id(), g = lane / 4, c = lane % 4;
     memcpy(post(), row, 16);
     warp::meet();
-    for (int i = 0; i < 4; i++) x[i] = bits(warp::box[warp::turn[lane]][8 * i + g][c]);
+    for (int i = 0; i < 4; i++) x[i] = bits(posted()[8 * i + g][c]);
 }
+
+template <class T>
+DEVICE T issue(const void* p) {
+    if ((uintptr_t)p % sizeof(T)) abort();
+    return *(const T*)p;
+}
+DEVICE u16 issue2(const void* p) { return issue<u16>(p); }
+DEVICE u32 issue4(const void* p) { return issue<u32>(p); }
+DEVICE uint2 issue8(const void* p) { return issue<uint2>(p); }
+DEVICE uint4 issue16(const void* p) { return issue<uint4>(p); }
+DEVICE uint2 issue8_once(const void* p) { return issue<uint2>(p); }
+DEVICE uint4 issue16_once(const void* p) { return issue<uint4>(p); }
 
 DEVICE void copy_async(void* to, const void* from, bool inside) {
     if (((uintptr_t)to | (inside ? (uintptr_t)from : 0)) % 16) abort();
