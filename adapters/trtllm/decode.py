@@ -11,7 +11,7 @@ from replayssm.adapters.trtllm.served import Layer
 
 
 def mamba2(
-    layer: Layer,
+    layer: Layer[Any],
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -66,7 +66,7 @@ def mamba2(
 
 
 def gdn(
-    layer: Layer,
+    layer: Layer[Any],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

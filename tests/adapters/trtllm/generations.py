@@ -1,8 +1,9 @@
-"""Where the interface double lies, and the same with its modules where generation g4 has them."""
+"""The interface doubles, one for each generation: a folder, and what is the same elsewhere made from it."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 DOUBLE = Path(__file__).with_name("double")
@@ -15,14 +16,20 @@ MOVED = {
 }
 
 
-def copy(folder: Path) -> Path:
-    """A copy of the double to mutate; the folder of its package."""
+def copy(folder: Path, name: str = "g3") -> Path:
+    """The double of a generation, to mutate; the folder of its package."""
     ignore = shutil.ignore_patterns("__pycache__")
-    return Path(shutil.copytree(DOUBLE / "tensorrt_llm", folder / "tensorrt_llm", ignore=ignore))
+    root = Path(shutil.copytree(DOUBLE / "tensorrt_llm", folder / "tensorrt_llm", ignore=ignore))
+    DOUBLES[name](root)
+    return root
 
 
-def move(root: Path) -> None:
-    """Move the modules that g4 moved."""
+def _as_it_is(root: Path) -> None:
+    """Generation g3."""
+
+
+def _move(root: Path) -> None:
+    """Generation g4: modules are elsewhere."""
     for old, new in MOVED.items():
         source, target = (root.joinpath(*name.split(".")).with_suffix(".py") for name in (old, new))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -32,3 +39,6 @@ def move(root: Path) -> None:
         for old, new in MOVED.items():
             text = text.replace(f"tensorrt_llm.{old}", f"tensorrt_llm.{new}")
         file.write_text(text)
+
+
+DOUBLES: dict[str, Callable[[Path], None]] = {"g3": _as_it_is, "g4": _move}

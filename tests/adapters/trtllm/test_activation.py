@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,40 +12,45 @@ import pytest
 
 from replayssm.adapters.trtllm import activation
 from replayssm.adapters.trtllm.activation import install, uninstall
-from replayssm.adapters.trtllm.contract import OWN, Function, Name
+from replayssm.adapters.trtllm.contract import Function, Name
 from replayssm.adapters.trtllm.refusals import Incompatible
 from replayssm.adapters.trtllm.served import rings_of
-from replayssm.adapters.trtllm.settings import Settings
+from replayssm.adapters.trtllm.settings import MODES, Settings
 from replayssm.adapters.trtllm.source import Source
+from replayssm.adapters.trtllm.targets import GENERATIONS
 from tests.adapters.trtllm.engine import KINDS, Server
-from tests.adapters.trtllm.generations import DOUBLE, copy, move
+from tests.adapters.trtllm.generations import DOUBLE, copy
 
 SETTINGS = Settings(6, "torch", None, None)
 SOURCE = Source(DOUBLE / "tensorrt_llm")
-HOOKED = [target for target in OWN if isinstance(target, (Function, Name)) and target.hook]
+G3 = next(each for each in GENERATIONS if each.name == "g3")
 
 
-def attributes() -> dict[str, Any]:
+def attributes(mode: str) -> dict[str, Any]:
     """Everything that is patched, as it is now."""
     found = {}
-    for target in HOOKED:
+    for target in G3.modes[mode]:
+        if not isinstance(target, (Function, Name)) or not target.hook:
+            continue
         owner, name = activation._locate(SOURCE, target)
         found[f"{owner.__name__}.{name}"] = vars(owner).get(name)
     return found
 
 
 @pytest.mark.usefixtures("double")
-def test_patches_are_applied_once_and_undone() -> None:
-    before = attributes()
-    install(SETTINGS)
-    patched = attributes()
+@pytest.mark.parametrize("mode", MODES)
+def test_patches_are_applied_once_and_undone(mode: str) -> None:
+    settings = replace(SETTINGS, mode=mode)
+    before = attributes(mode)
+    install(settings)
+    patched = attributes(mode)
     assert all(patched[name] is not before[name] for name in before)
-    install(SETTINGS)
-    assert all(patched[name] is value for name, value in attributes().items())
+    install(settings)
+    assert all(patched[name] is value for name, value in attributes(mode).items())
     with pytest.raises(Incompatible, match=r"is active with .*window=6.*got .*window=8"):
         install(Settings(8, "torch", None, None))
     uninstall()
-    assert all(before[name] is value for name, value in attributes().items())
+    assert all(before[name] is value for name, value in attributes(mode).items())
     server = Server("cpp", "gdn")
     assert rings_of(server.manager) is None
 
@@ -97,7 +103,7 @@ def test_where_modules_have_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Generation g4."""
     from tests.adapters.trtllm.conftest import forget
 
-    move(copy(tmp_path))
+    copy(tmp_path, "g4")
     monkeypatch.syspath_prepend(tmp_path)
     try:
         install(SETTINGS)

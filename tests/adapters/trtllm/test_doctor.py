@@ -43,7 +43,7 @@ def test_settings_are_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "adapter.yaml"
     path.write_text("window: 12")
     monkeypatch.setenv(ENV_CONFIG, str(path))
-    assert "ok   settings: window 12, backend auto" in doctor("--source", DOUBLE)[1]
+    assert "ok   settings: mode own, window 12, backend auto" in doctor("--source", DOUBLE)[1]
     path.write_text("wndow: 12")
     status, output = doctor("--source", DOUBLE)
     assert status == 1

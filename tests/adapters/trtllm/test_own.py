@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from replayssm.adapters.trtllm.activation import install
-from replayssm.adapters.trtllm.rings import Rings
 from replayssm.adapters.trtllm.served import rings_of
 from replayssm.adapters.trtllm.settings import Settings
 from tests.adapters.trtllm.engine import KINDS, RULES, Server
@@ -18,7 +17,7 @@ WINDOW = 6
 SETTINGS = Settings(WINDOW, "torch", None, None)
 
 
-def serve(kind: str, rule: str, max_draft: int | None = None, **options: Any) -> tuple[Server, Rings]:
+def serve(kind: str, rule: str, max_draft: int | None = None, **options: Any) -> tuple[Server, Any]:
     install(options.pop("settings", SETTINGS))
     server = Server(kind, rule, max_draft, **options)
     rings = rings_of(server.manager)
@@ -38,8 +37,15 @@ def test_the_double_alone_agrees_with_the_oracle(kind: str, rule: str, max_draft
     walk(server, seed=1, steps=25)
 
 
-def walk(server: Server, seed: int, steps: int) -> bool:
+def walk(server: Server, seed: int, steps: int, fixed: bool = False, after: Any = None) -> bool:
     """Prompts whole and in chunks, mixed batches, drafts of changing length, padding, ends.
+
+    Args:
+        server: it.
+        seed: of the schedule.
+        steps: forward passes at most.
+        fixed: every step has as many drafts as the server may have, as the engine's own replay needs.
+        after: called behind each step.
 
     Returns:
         Whether a ring was seen whose history does not begin at its first row, so behind a flush.
@@ -47,6 +53,7 @@ def walk(server: Server, seed: int, steps: int) -> bool:
     rings, flushed = rings_of(server.manager), False
     choose = random.Random(seed)
     # Without the adapter a step without drafts is lost: the engine's worker does not commit it.
+    most = (server.max_draft or 0) + 1
     fewest = 1 if server.max_draft is None or rings is not None else 2
     decoding: list[Any] = []
     begun: list[Any] = []
@@ -55,12 +62,14 @@ def walk(server: Server, seed: int, steps: int) -> bool:
             begun.append(server.start())
         prompts = [(begun[0], choose.randint(1, 4))] if begun and choose.random() < 0.5 else []
         rows = [request for request in decoding if choose.random() < 0.8]
-        tokens = choose.randint(fewest, (server.max_draft or 0) + 1)
+        tokens = most if fixed else choose.randint(fewest, most)
         accepted = [choose.randint(1, tokens) for _ in rows]
         pads = choose.choice([0, server.batch - len(rows)]) if rows and not prompts else 0
         if rows or prompts:
             server.step(prompts, rows, tokens, accepted, pads)
             flushed |= rings is not None and bool(rings.cursors.start.any())
+            if after is not None:
+                after()
         if prompts and choose.random() < 0.6:
             decoding.append(begun.pop(0))
         if decoding and choose.random() < 0.1:

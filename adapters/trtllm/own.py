@@ -1,49 +1,43 @@
-"""The functions that wrap TensorRT-LLM's: each takes the original first, and leaves all others' work to it.
+"""Mode `own`: the functions that wrap TensorRT-LLM's where rings and cursors are the adapter's.
 
-`contract` says which function wraps what and why. A manager of states has rings only where it was made while
-the adapter was active; without them every hook here is the original and nothing else.
+Each takes the original first, and leaves all others' work to it. `targets` says which function wraps what
+and why. A manager of states has rings only where it was made while the adapter was active; without them every
+hook here is the original and nothing else.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from replayssm.adapters.trtllm import decode
+from replayssm.adapters.trtllm.managers import (
+    RULES,
+    Original,
+    bind,
+    groups_of,
+    is_dummy,
+    ring_layout,
+    rule_of,
+    scheduled,
+    slots_of,
+    step_tokens,
+)
 from replayssm.adapters.trtllm.refusals import Incompatible, refuse_manager, refuse_mixer
 from replayssm.adapters.trtllm.rings import Rings
-from replayssm.adapters.trtllm.served import RINGS, layer_of, rings_of, run, running
+from replayssm.adapters.trtllm.served import RECORDS, active, layer_of, rings_of, run, running
 from replayssm.adapters.trtllm.settings import Settings
-from replayssm.core.geometry import LayerGeometry, Rule
-from replayssm.core.layout import RingLayout
+from replayssm.core.geometry import Rule
 from replayssm.core.precision import parse_format
 from replayssm.kernels.registry import resolve
 
 logger = logging.getLogger(__name__)
 
-Original = Callable[..., Any]
-
-RULES = {
-    "nemotron_hybrid": Rule.MAMBA2,
-    "qwen3_next": Rule.GDN,
-    "x_b_c": Rule.MAMBA2,
-    "q_k_v": Rule.GDN,
-}
-"""Rule by the engine's name of a model's kind, or of the order in its convolution's state."""
-
 _NO_SNAPSHOTS = "_replayssm_no_snapshots"
-_active: list[Settings] = []
-
-
-def activate(settings: Settings | None) -> None:
-    """Give managers that are made from now on rings with `settings`; `None`: no rings."""
-    _active[:] = [] if settings is None else [settings]
 
 
 # Managers of states.
@@ -51,41 +45,37 @@ def activate(settings: Settings | None) -> None:
 
 def hybrid_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
     """Rings beside the states in the C++ pool or in the pages of V2."""
-    bound = _bind(original, self, args, given)
+    bound = bind(original, self, args, given)
     if bound["is_draft"]:
         original(self, *args, **given)
         return
-    (settings,) = _active
-    spec = bound["spec_config"]
-    tokens = 1 if spec is None else int(spec.tokens_per_gen_step)
+    settings = active()
+    tokens = step_tokens(bound)
     refuse_manager(bound, tokens, bound["mamba_n_groups"])
     setattr(self, _NO_SNAPSHOTS, True)
     original(self, *args, **{**given, "use_replay_state_update": False})
     if self.local_num_mamba_layers == 0:
         return
-    rule = RULES[bound.get("conv_state_layout") or bound["model_type"]]
     mapping = bound["mapping"]
     _give_rings(
-        self, settings, rule, list(self.all_ssm_states), _groups(mapping, bound["mamba_n_groups"]),
-        bound["mamba_cache_dtype"], tokens, bound["max_batch_size"] * mapping.pp_size,
-        len(self.cuda_state_indices),
+        self, settings, rule_of(bound), list(self.all_ssm_states),
+        groups_of(mapping, bound["mamba_n_groups"]), bound["mamba_cache_dtype"], tokens,
+        bound["max_batch_size"] * mapping.pp_size, len(self.cuda_state_indices),
     )  # fmt: skip
 
 
 def mixed_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
     """Refuse what cannot work where that is known; the manager in Python inside gets the rings."""
-    bound = _bind(original, self, args, given)
+    bound = bind(original, self, args, given)
     if not bound["is_draft"]:
-        spec = bound["spec_config"]
-        tokens = 1 if spec is None else int(spec.tokens_per_gen_step)
-        refuse_manager(bound, tokens, bound["mamba_n_groups"])
+        refuse_manager(bound, step_tokens(bound), bound["mamba_n_groups"])
     original(self, *args, **given)
 
 
 def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
     """Rings beside the states of the manager in Python, which keeps the windows of drafts and no states."""
-    bound = _bind(original, self, args, given)
-    (settings,) = _active
+    bound = bind(original, self, args, given)
+    settings = active()
     drafts = bound["speculative_num_draft_tokens"]
     tokens = 1 if drafts is None else int(drafts) + 1
     refuse_manager(bound, tokens, bound["n_groups"])
@@ -98,7 +88,7 @@ def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
         self.mamba_cache = replace(cache, intermediate_ssm=nothing)
     _give_rings(
         self, settings, RULES[bound["model_type"]], list(cache.temporal),
-        _groups(bound["mapping"], bound["n_groups"]), bound["dtype"], tokens, self._max_resource_count,
+        groups_of(bound["mapping"], bound["n_groups"]), bound["dtype"], tokens, self._max_resource_count,
         len(self.intermediate_state_indices),
     )  # fmt: skip
 
@@ -121,22 +111,6 @@ def without_snapshots(original: Original, self: Any, spec_config: Any, max_batch
         self.intermediate_ssm_states = windows.new_empty(len(windows), 0)
 
 
-def _bind(original: Original, self: Any, args: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, defaults and the contents of `**kwargs` too."""
-    signature = inspect.signature(original)
-    bound = signature.bind(self, *args, **given)
-    bound.apply_defaults()
-    flat = dict(bound.arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            flat |= flat.pop(name)
-    return flat
-
-
-def _groups(mapping: Any, groups: int) -> int:
-    return groups if mapping.enable_attention_dp else groups // int(mapping.tp_size)
-
-
 def _give_rings(
     manager: Any,
     settings: Settings,
@@ -148,29 +122,14 @@ def _give_rings(
     requests: int,
     batch: int,
 ) -> None:
-    stored = parse_format(states[0].dtype)
-    if settings.precision not in (None, stored):
-        raise Incompatible(
-            f"replayssm: precision {settings.precision} was asked for, and the engine's states are {stored}: "
-            "set kv_cache_config.mamba_ssm_cache_dtype in its own file to the same format, or leave one out"
-        )
-    if settings.max_draft is not None and settings.max_draft < tokens:
-        raise Incompatible(
-            f"replayssm: max_draft {settings.max_draft}, and the engine's steps have {tokens} tokens: "
-            f"expected at least {tokens}; raise it or leave it out"
-        )
+    layout = ring_layout(settings, rule, states[0], groups, activations, tokens, settings.window)
     backend = resolve(settings.backend, states[0].device).__name__.rpartition(".")[2]
-    HV, V, K = states[0].shape[1:]
-    geometry = LayerGeometry(rule, HV, groups, V, K)
-    try:
-        layout = RingLayout(geometry, settings.window, tokens, activations)
-    except ValueError as error:
-        raise Incompatible(f"replayssm: {error}; window is in adapter.yaml") from None
     rings = Rings(layout, states, requests, batch, settings.backend)
-    setattr(manager, RINGS, rings)
+    setattr(manager, RECORDS, rings)
     logger.warning(
         "replayssm: %d %s layers, %s; %s; window %d, %d tokens a step; state %s; rings %.2f GB, %d requests",
-        len(states), rule, type(manager).__name__, backend, layout.window, tokens, stored,
+        len(states), rule, type(manager).__name__, backend, layout.window, tokens,
+        parse_format(states[0].dtype),
         rings.bytes / (1 << 30), requests,
     )  # fmt: skip
 
@@ -183,11 +142,7 @@ def prepare(original: Original, self: Any, scheduled_batch: Any) -> Any:
     result = original(self, scheduled_batch)
     rings = rings_of(self)
     if rings is not None:
-        rings.begin(
-            [request.py_request_id for request in scheduled_batch.context_requests],
-            [r.py_request_id for r in scheduled_batch.generation_requests if not r.is_dummy],
-            _slots(self),
-        )
+        rings.begin(*scheduled(scheduled_batch), slots_of(self))
     return result
 
 
@@ -205,7 +160,7 @@ def place(original: Original, self: Any, request_ids: Any = None, is_padding: An
     rings = rings_of(self)
     if rings is not None and request_ids is not None:
         padding = is_padding or [False] * len(request_ids)
-        pads = [pad or _is_dummy(self, each) for each, pad in zip(request_ids, padding, strict=True)]
+        pads = [pad or is_dummy(self, each) for each, pad in zip(request_ids, padding, strict=True)]
         rings.place(request_ids, pads)
     return indices
 
@@ -213,40 +168,18 @@ def place(original: Original, self: Any, request_ids: Any = None, is_padding: An
 def suspend(original: Original, self: Any, req: Any) -> Any:
     """A state that goes to the host is current; the request gets a new ring when it returns."""
     rings = rings_of(self)
-    slot = None if rings is None else _slots(self).get(req.py_request_id)
+    slot = None if rings is None else slots_of(self).get(req.py_request_id)
     if rings is not None and slot is not None:
-        _wait(rings)
+        rings.wait()
         rings.retire({req.py_request_id: slot})
-        _wait(rings)
+        rings.wait()
     return original(self, req)
 
 
 def shut_down(original: Original, self: Any) -> Any:
     """Rings go before the pool that their states are views of."""
-    self.__dict__.pop(RINGS, None)
+    self.__dict__.pop(RECORDS, None)
     return original(self)
-
-
-def _slots(manager: Any) -> dict[int, int]:
-    """The slot of each request's state."""
-    slots: dict[int, int] = (
-        manager._request_id_to_state_index
-        if hasattr(manager, "_request_id_to_state_index")
-        else manager.mamba_cache_index
-    )
-    return slots
-
-
-def _is_dummy(manager: Any, request_id: int) -> bool:
-    if hasattr(manager, "_request_id_to_is_dummy"):
-        return bool(manager._request_id_to_is_dummy.get(request_id, False))
-    return request_id in manager._dummy_request_ids
-
-
-def _wait(rings: Rings) -> None:
-    """The engine copies on streams of its own, and the last step may still run on another."""
-    if rings.rows.is_cuda:
-        torch.cuda.synchronize(rings.rows.device)
 
 
 # Layers.
