@@ -27,9 +27,21 @@ from replayssm.adapters.trtllm.managers import (
     slots_of,
     step_tokens,
 )
+from replayssm.adapters.trtllm.probe import states_are_turned
 from replayssm.adapters.trtllm.refusals import Incompatible, refuse_manager, refuse_mixer
 from replayssm.adapters.trtllm.rings import Rings
-from replayssm.adapters.trtllm.served import RECORDS, active, layer_of, rings_of, run, running
+from replayssm.adapters.trtllm.served import (
+    RECORDS,
+    Layer,
+    active,
+    built,
+    layer_of,
+    measure,
+    rings_of,
+    run,
+    running,
+    unmeasured,
+)
 from replayssm.adapters.trtllm.settings import Settings
 from replayssm.core.geometry import Rule
 from replayssm.core.precision import parse_format
@@ -41,6 +53,13 @@ _NO_SNAPSHOTS = "_replayssm_no_snapshots"
 
 
 # Managers of states.
+
+
+def estimation(original: Original, self: Any) -> bool:
+    """Whether the engine will measure its memory before it sizes its pool."""
+    measured = bool(original(self))
+    measure(measured)
+    return measured
 
 
 def hybrid_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
@@ -57,7 +76,7 @@ def hybrid_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     if self.local_num_mamba_layers == 0:
         return
     mapping = bound["mapping"]
-    _give_rings(
+    give_rings(
         self, settings, rule_of(bound), list(self.all_ssm_states),
         groups_of(mapping, bound["mamba_n_groups"]), bound["mamba_cache_dtype"], tokens,
         bound["max_batch_size"] * mapping.pp_size, len(self.cuda_state_indices),
@@ -70,6 +89,12 @@ def mixed_manager(original: Original, self: Any, *args: Any, **given: Any) -> No
     if not bound["is_draft"]:
         refuse_manager(bound, step_tokens(bound), bound["mamba_n_groups"])
     original(self, *args, **given)
+    inner = self._impl
+    if not bound["is_draft"] and inner.mamba_layer_offsets and rings_of(self) is None:
+        raise Incompatible(
+            f"replayssm: the states are with a {type(inner).__name__}: expected a PythonMambaCacheManager; "
+            "unset TRTLLM_USE_CPP_MAMBA, or leave replayssm out"
+        )
 
 
 def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
@@ -86,7 +111,7 @@ def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     if drafts is not None:
         nothing = cache.temporal.new_empty(len(cache.temporal), 0)
         self.mamba_cache = replace(cache, intermediate_ssm=nothing)
-    _give_rings(
+    give_rings(
         self, settings, RULES[bound["model_type"]], list(cache.temporal),
         groups_of(bound["mapping"], bound["n_groups"]), bound["dtype"], tokens, self._max_resource_count,
         len(self.intermediate_state_indices),
@@ -111,7 +136,7 @@ def without_snapshots(original: Original, self: Any, spec_config: Any, max_batch
         self.intermediate_ssm_states = windows.new_empty(len(windows), 0)
 
 
-def _give_rings(
+def give_rings(
     manager: Any,
     settings: Settings,
     rule: Rule,
@@ -122,9 +147,29 @@ def _give_rings(
     requests: int,
     batch: int,
 ) -> None:
+    """Rings beside a manager's states.
+
+    Args:
+        manager: it.
+        settings: the adapter's.
+        rule: of its layers.
+        states: per layer.
+        groups: key heads of this rank.
+        activations: dtype of what layers record.
+        tokens: T of its steps at most.
+        requests: that decode at a time, at most.
+        batch: rows of a step at most.
+    """
+    if unmeasured():
+        raise Incompatible(
+            "replayssm: the engine does not measure its memory before it sizes its pool, so rings would not "
+            "be in its budget: leave TRTLLM_SKIP_KV_CACHE_ESTIMATION=1 and attn_backend VANILLA out, or "
+            "leave replayssm out"
+        )
     layout = ring_layout(settings, rule, states[0], groups, activations, tokens, settings.window)
     backend = resolve(settings.backend, states[0].device).__name__.rpartition(".")[2]
-    rings = Rings(layout, states, requests, batch, settings.backend)
+    turned = rule is Rule.GDN and rule in built and states_are_turned(built[rule], layout, states[0])
+    rings = Rings(layout, states, requests, batch, settings.backend, turned)
     setattr(manager, RECORDS, rings)
     logger.warning(
         "replayssm: %d %s layers, %s; %s; window %d, %d tokens a step; state %s; rings %.2f GB, %d requests",
@@ -213,10 +258,10 @@ def mamba2_forward(
             "it; pass --custom_module_dirs, which is read before models are made"
         )
     layer.rings.rates[layer.number] = self.A
-    _begin_layer(layer)
+    begin_layer(layer)
     with run(layer):
         out = original(self, hidden_states, attn_metadata, mamba_metadata, spec_metadata, *args, **given)
-    _end_layer(layer, attn_metadata, mamba_metadata)
+    end_layer(layer, attn_metadata, mamba_metadata.state_indices)
     return out
 
 
@@ -255,24 +300,32 @@ def gdn_forward(
     *args: Any,
     **given: Any,
 ) -> Any:
-    """Say which layer runs; the cursors move after the last.
-
-    Without speculation the engine sends the rows of a mixed batch together through its prefill kernel, on the
-    states of the pool: they are made current before the first layer, and nothing is left to commit.
-    """
+    """Say which layer runs; the cursors move after the last."""
     inputs = (self, mixed_qkv, a, b, attn_metadata, mamba_metadata, spec_metadata)
     layer = layer_of(self.layer_idx, attn_metadata, spec_metadata)
     if layer is None:
         return original(*inputs, *args, **given)
-    _begin_layer(layer)
+    forward = functools.partial(original, *inputs, *args, **given)
+    return run_gdn(layer, forward, attn_metadata, mamba_metadata.state_indices)
+
+
+def run_gdn(layer: Layer[Rings], forward: Original, attn_metadata: Any, slots: torch.Tensor) -> Any:
+    """Run a Gated DeltaNet layer by `forward`; `slots` are those of the batch's rows.
+
+    Without speculation the engine sends the rows of a mixed batch together through its prefill kernel, on the
+    states of the pool: they are made current before the first layer, and nothing is left to commit.
+    """
+    begin_layer(layer)
     mixed = layer.first > 0 and layer.decodes > 0 and not layer.verify
+    rows = slice(layer.first, layer.first + layer.decodes)
     if mixed and layer.number == 0:
-        rows = slice(layer.first, layer.first + layer.decodes)
-        layer.rings.flush(mamba_metadata.state_indices[rows], layer.rings.rows[rows])
+        layer.rings.hand_over(slots[rows], layer.rings.rows[rows])
     with run(layer):
-        out = original(*inputs, *args, **given)
+        out = forward()
     if not mixed:
-        _end_layer(layer, attn_metadata, mamba_metadata)
+        end_layer(layer, attn_metadata, slots)
+    elif layer.last:
+        layer.rings.take_back(slots[rows], layer.rings.rows[rows])
     return out
 
 
@@ -282,7 +335,7 @@ def gdn_decode(original: Original, **given: Any) -> Any:
     if layer is None:
         return original(**given)
     q, k, v, a, b = (given[name] for name in ("q", "k", "v", "a", "b"))
-    output = given["output"]
+    output = given.get("output")
     out = decode.gdn(
         layer, q[0].unsqueeze(1), k[0].unsqueeze(1), v[0].unsqueeze(1), a.unsqueeze(1), b.unsqueeze(1),
         given["A_log"], given["dt_bias"], given["initial_state_indices"],
@@ -317,7 +370,12 @@ def gdn_verify(original: Original, **given: Any) -> Any:
     )
 
 
-def _begin_layer(layer: Any) -> None:
+def begin_layer(layer: Layer[Rings]) -> None:
+    """A worker that ends a verification by another road is found at the next step.
+
+    Raises:
+        Incompatible: drafts were verified and not committed.
+    """
     if layer.number == 0 and layer.rings.drafts:
         raise Incompatible(
             f"replayssm: drafts of {layer.rings.drafts} tokens were verified and never committed: expected "
@@ -325,7 +383,7 @@ def _begin_layer(layer: Any) -> None:
         )
 
 
-def _end_layer(layer: Any, attn_metadata: Any, mamba_metadata: Any) -> None:
+def end_layer(layer: Layer[Rings], attn_metadata: Any, slots: torch.Tensor) -> None:
     """Without drafts every token is accepted, and no worker says so: a step of one token ends here."""
     if not layer.last or layer.decodes == 0:
         return
@@ -334,7 +392,7 @@ def _end_layer(layer: Any, attn_metadata: Any, mamba_metadata: Any) -> None:
     elif layer.rings.drafts == 1:
         one = torch.ones(attn_metadata.num_seqs, dtype=torch.int32, device=layer.rings.rows.device)
         attn_metadata.kv_cache_manager.update_mamba_states(
-            attn_metadata=attn_metadata, num_accepted_tokens=one, state_indices=mamba_metadata.state_indices
+            attn_metadata=attn_metadata, num_accepted_tokens=one, state_indices=slots
         )
 
 
@@ -347,11 +405,12 @@ def update_states(
     attn_metadata: Any,
     num_accepted_tokens: torch.Tensor,
     state_indices: torch.Tensor | None = None,
-    accepted_leaf_positions: torch.Tensor | None = None,
+    *leaves: torch.Tensor | None,
+    **given: torch.Tensor | None,
 ) -> Any:
     """Roll the convolution's states back as the engine does, and move the cursors by what was accepted."""
-    result = original(self, attn_metadata, num_accepted_tokens, state_indices, accepted_leaf_positions)
-    _commit_drafts(self, attn_metadata, num_accepted_tokens, accepted_leaf_positions)
+    result = original(self, attn_metadata, num_accepted_tokens, state_indices, *leaves, **given)
+    _commit_drafts(self, attn_metadata, num_accepted_tokens, (*leaves, *given.values()))
     return result
 
 
@@ -361,17 +420,18 @@ def update_python_states(
     attn_metadata: Any,
     num_accepted_tokens: torch.Tensor,
     state_indices: torch.Tensor,
-    accepted_leaf_positions: torch.Tensor | None = None,
+    *leaves: torch.Tensor | None,
+    **given: torch.Tensor | None,
 ) -> Any:
     """As `update_states`; the manager in Python rolls states and windows back in one compiled function."""
     if rings_of(self) is None:
-        return original(self, attn_metadata, num_accepted_tokens, state_indices, accepted_leaf_positions)
+        return original(self, attn_metadata, num_accepted_tokens, state_indices, *leaves, **given)
     first, last = attn_metadata.num_contexts, attn_metadata.num_seqs
     slots, rows = state_indices[first:last].long(), self.intermediate_state_indices[: last - first].long()
     accepted = (num_accepted_tokens[first:last] - 1).long()
     cache = self.mamba_cache
     cache.conv[:, slots] = cache.intermediate_conv_window[:, rows, accepted]
-    _commit_drafts(self, attn_metadata, num_accepted_tokens, accepted_leaf_positions)
+    _commit_drafts(self, attn_metadata, num_accepted_tokens, (*leaves, *given.values()))
     return None
 
 
@@ -384,12 +444,12 @@ def promote(
 
 
 def _commit_drafts(
-    manager: Any, attn_metadata: Any, accepted: torch.Tensor, leaves: torch.Tensor | None
+    manager: Any, attn_metadata: Any, accepted: torch.Tensor, leaves: tuple[torch.Tensor | None, ...]
 ) -> None:
     rings = rings_of(manager)
     if rings is None or rings.drafts == 0:
         return
-    if leaves is not None:
+    if any(each is not None for each in leaves):
         raise Incompatible("replayssm: a draft tree was verified; expected drafts in a chain")
     first, last = attn_metadata.num_contexts, attn_metadata.num_seqs
     rings.commit(first, last - first, rings.drafts, accepted[first:last].int())

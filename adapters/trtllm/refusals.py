@@ -31,7 +31,8 @@ def refuse_manager(given: Mapping[str, Any], tokens: int, groups: int) -> None:
     kind = getattr(spec, "decoding_type", type(spec).__name__)
     _refuse(
         *_never(given),
-        (tokens > 1 and trees, "a draft tree", "only drafts in a chain are committed", "use a chain"),
+        (tokens > 1 and trees, "a draft tree",
+         "its recurrent layers are told the accepted leaf and not the nodes' parents", "use a chain"),
         (spec is not None and kind != "MTP", f"speculative_config.decoding_type {kind}",
          "only MTP's worker is known to commit where the cursors move", "use MTP"),
         (tokens > 1 and mapping.pp_size > 1, "MTP with pipeline parallelism",
@@ -63,7 +64,7 @@ def refuse_borrowing(given: Mapping[str, Any], speculative: bool) -> None:
 def _never(given: Mapping[str, Any]) -> list[Reason]:
     kda = [name for name, value in given.items() if name.startswith("kda_") and value]
     return [
-        (given["mamba_ssm_stochastic_rounding"], "kv_cache_config.mamba_ssm_stochastic_rounding",
+        (given.get("mamba_ssm_stochastic_rounding"), "kv_cache_config.mamba_ssm_stochastic_rounding",
          "states are rounded to nearest", "set it to false"),
         (kda, ", ".join(kda), "Kimi Delta Attention is not served in TensorRT-LLM", "serve another model"),
     ]  # fmt: skip

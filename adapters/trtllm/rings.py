@@ -15,6 +15,7 @@ from replayssm import kernels
 from replayssm.adapters.trtllm.records import NONE, Records
 from replayssm.core.cursors import Cursors
 from replayssm.core.layout import RingLayout
+from replayssm.core.rows import write_rows
 from replayssm.kernels import StepIndex
 
 
@@ -24,12 +25,20 @@ class Rings(Records):
     Nothing here waits for the device. Tensors change on the stream of the model's forward pass.
 
     Attributes:
+        turned: whether the engine has a state as `[HV, K, V]` in the memory of `[HV, V, K]`. A state with a
+            ring is as the kernels need it, all others as the engine has them.
         rows: `[batch]` int32, ring of each row of the coming step, contexts first; its address is stable.
         drafts: T of a verification step that is not committed yet; 0: there is none.
     """
 
     def __init__(
-        self, layout: RingLayout, states: Sequence[torch.Tensor], rings: int, batch: int, backend: str
+        self,
+        layout: RingLayout,
+        states: Sequence[torch.Tensor],
+        rings: int,
+        batch: int,
+        backend: str,
+        turned: bool = False,
     ) -> None:
         """Allocate `rings` empty rings for each layer.
 
@@ -39,6 +48,7 @@ class Rings(Records):
             rings: the most requests that decode at a time.
             batch: the most rows of a step.
             backend: kernel backend.
+            turned: see above.
 
         Raises:
             ValueError: states of another shape than the layout's.
@@ -51,6 +61,7 @@ class Rings(Records):
             Cursors.allocate(rings, layout.window, layout.rows, device),
             backend,
         )
+        self.turned = turned
         self.rows = torch.full((batch,), NONE, dtype=torch.int32, device=device)
         self.drafts = 0
         self._ring_of: dict[int, int] = {}
@@ -93,6 +104,8 @@ class Rings(Records):
         self._ring_of.update(zip(new, taken, strict=True))
         if taken:
             self.cursors.history.index_fill_(0, self.on_device(taken).long(), 0)
+            if self.turned:
+                self.take_back(self.on_device([slots[request] for request in new]), self.on_device(taken))
 
     def leave(self, request: int) -> None:
         """A request has ended, or starts over: its ring is free."""
@@ -111,13 +124,13 @@ class Rings(Records):
         if not held:
             return
         rings = [self._ring_of[request] for request in held]
-        self.flush(self.on_device(list(held.values())), self.on_device(rings))
+        self.hand_over(self.on_device(list(held.values())), self.on_device(rings))
         for request in held:
             self.leave(request)
 
     @torch.inference_mode()
     def place(self, requests: Sequence[int], without: Sequence[bool]) -> None:
-        """Write the ring of each row of the coming step.
+        """Write the ring of each row of the coming step; rows behind them have none.
 
         Args:
             requests: the batch's requests in order.
@@ -135,7 +148,8 @@ class Rings(Records):
                     "to pass prepare_resources first; start without the adapter and report this"
                 )
             rings.append(ring)
-        self.rows[: len(rings)].copy_(self.on_device(rings), non_blocking=True)
+        rings += [NONE] * (len(self.rows) - len(rings))
+        self.rows.copy_(self.on_device(rings), non_blocking=True)
 
     # Steps, on the device.
 
@@ -162,3 +176,22 @@ class Rings(Records):
             rows=self.cursors.rows,
             backend=self.backend,
         )
+
+    def hand_over(self, slots: torch.Tensor, rings: torch.Tensor) -> None:
+        """Make the states in `slots` what the engine's kernels read, `rings` (both `[B]` int32) empty."""
+        self.flush(slots, rings)
+        self._turn(slots, rings, back=True)
+
+    def take_back(self, slots: torch.Tensor, rings: torch.Tensor) -> None:
+        """The engine's kernels have written the states in `slots`."""
+        self._turn(slots, rings, back=False)
+
+    def _turn(self, slots: torch.Tensor, rings: torch.Tensor, back: bool) -> None:
+        if not self.turned:
+            return
+        at = slots.clamp(min=0).long()
+        for ours in self.states:
+            _, _, V, K = ours.shape
+            engines = ours.flatten(2).unflatten(2, (K, V))
+            source, target = (ours, engines) if back else (engines, ours)
+            write_rows(target, slots, source[at].transpose(2, 3), rings >= 0)

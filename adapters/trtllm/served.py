@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from replayssm.adapters.trtllm.records import Records
 from replayssm.adapters.trtllm.settings import Settings
+from replayssm.core.geometry import Rule
 
 RECORDS = "_replayssm"
 """Attribute of a cache manager that holds its `Records`."""
@@ -39,12 +40,27 @@ class Layer(NamedTuple, Generic[R]):
 
 
 _active: list[Settings] = []
+built: dict[Rule, Any] = {}
+"""Rules of the layers that were made, where it matters, with the engine's decode of Gated DeltaNet."""
+_unmeasured: list[bool] = []
 _running: list[Layer[Any]] = []
 
 
 def activate(settings: Settings | None) -> None:
     """Managers that are made from now on get records with `settings`; `None`: no records."""
     _active[:] = [] if settings is None else [settings]
+    built.clear()
+    _unmeasured.clear()
+
+
+def measure(measured: bool) -> None:
+    """The engine measures its memory with a first cache, or does not, for the caches that are made next."""
+    _unmeasured[:] = [not measured]
+
+
+def unmeasured() -> bool:
+    """Whether the engine sizes its pool without having seen rings."""
+    return any(_unmeasured)
 
 
 def active() -> Settings:

@@ -47,6 +47,10 @@ _PYTHON_INIT = (
     "spec_state_size", "mapping", "dtype", "ssm_cache_dtype", "layer_mask", "speculative_num_draft_tokens",
     "model_type", "use_replay_state_update", "mamba_ssm_stochastic_rounding",
 )  # fmt: skip
+_DECODED = (
+    "A_log", "a", "dt_bias", "q", "k", "v", "b", "initial_state_source", "initial_state_indices",
+    "cu_seqlens", "use_qk_l2norm_in_kernel", "softplus_beta", "softplus_threshold",
+)  # fmt: skip
 _VERIFY = (
     "A_log", "a", "dt_bias", "q", "k", "v", "b", "initial_state_source", "initial_state_indices",
     "use_qk_l2norm_in_kernel", "output",
@@ -286,15 +290,105 @@ _BORROW_GDN: tuple[Target, ...] = (
              "no kernel of the engine's reads our records", "borrow.commit_layers"),
 )  # fmt: skip
 
+_MEASURED = Function(
+    _UTIL, "KvCacheCreator.try_prepare_estimation", ("self",), ("self",),
+    "rings are in the memory that the engine measures", "own.estimation",
+)  # fmt: skip
 _POOLED = (_CPP, _PAGED, _PYTHON)
 _G3 = {
-    "own": (*_own_managers(_POOLED, _UPDATE), *_OWN_MAMBA2, *_OWN_GDN, *_BATCHES, _PLACED, *_MODEL_CLASSES),
+    "own": (
+        *_own_managers(_POOLED, _UPDATE), *_OWN_MAMBA2, *_OWN_GDN, *_BATCHES, _PLACED, _MEASURED,
+        *_MODEL_CLASSES,
+    ),
     "borrow": (
         *_borrow_managers(_POOLED, _UPDATE), *_BORROW_MAMBA2, *_BORROW_GDN, *_BATCHES, *_MODEL_CLASSES,
     ),
 }  # fmt: skip
 
-_NOT_YET = "its interface is known, and this release does not decode with it"
+_OLDER_GDN: tuple[Target, ...] = (
+    Function(_GDN, f"{_LAYER}.__init__", ("self", "model_config", "aux_stream", "layer_idx"), (),
+             "which way round its states are", "older.gdn_made"),
+    Function(_GDN, f"{_LAYER}.forward",
+             ("self", "hidden_states", "attn_metadata", "mamba_metadata", "spec_metadata",
+              "all_reduce_params"),
+             ("self", "hidden_states", "attn_metadata", "mamba_metadata", "spec_metadata"),
+             "which layer decodes, mixed batches, and the end of a step", "older.gdn_forward"),
+    Function(_GDN, f"{_LAYER}.forward_decode",
+             ("self", "conv_states", "ssm_states", "query_start_loc_long", "spec_metadata",
+              "intermediate_conv_states", "intermediate_ssm_states", "is_target_verify", "**kwargs"),
+             ("self",), "slots and gates of drafts", "older.gdn_inputs"),
+    Function(_GDN, f"{_LAYER}.forward_extend",
+             ("self", "conv_states", "ssm_states", "spec_metadata", "intermediate_conv_states",
+              "intermediate_ssm_states", "is_target_verify", "**kwargs"),
+             ("self",), "slots and gates of drafts", "older.gdn_inputs"),
+    Name(_GDN, "fused_sigmoid_gating_delta_rule_update", "decode by a Gated DeltaNet layer",
+         "own.gdn_decode"),
+    Name(_GDN, "fused_recurrent_gated_delta_rule_update", "verification by a Gated DeltaNet layer",
+         "older.gdn_verify"),
+    Attributes(_GDN, _LAYER, ("layer_idx", "A_log", "dt_bias"), "which layer decodes"),
+    Call(_GDN, f"{_LAYER}.forward_decode", "fused_sigmoid_gating_delta_rule_update", 0, _DECODED,
+         "decode by a Gated DeltaNet layer"),
+    *(
+        Call(_GDN, f"{_LAYER}.{inside}", "fused_recurrent_gated_delta_rule_update", 0, ("q", "k", "v"),
+             "verification by a Gated DeltaNet layer")
+        for inside in ("forward_decode", "forward_extend")
+    ),
+)  # fmt: skip
+
+_G2 = {
+    "own": (
+        *_own_managers((_CPP, _PYTHON), _COMMITTED), *_OWN_MAMBA2, *_OLDER_GDN, *_BATCHES, _PLACED,
+        _MEASURED, *_MODEL_CLASSES,
+    ),
+    "borrow": (
+        *_borrow_managers((_CPP, _PYTHON), _COMMITTED), *_BORROW_MAMBA2, *_BATCHES, *_MODEL_CLASSES,
+    ),
+}  # fmt: skip
+
+_FLAT = "MambaCacheManager"
+_G0: dict[str, tuple[Target, ...]] = {
+    "own": (
+        Function(_MANAGERS, f"{_FLAT}.__init__",
+                 ("self", "d_state", "d_conv", "num_heads", "n_groups", "head_dim", "num_layers",
+                  "max_batch_size", "mapping", "dtype", "ssm_cache_dtype", "layer_mask"),
+                 ("n_groups", "max_batch_size", "mapping", "dtype"), "rings beside the states",
+                 "flat.manager"),
+        Function(_MANAGERS, f"{_FLAT}.prepare_resources", ("self", "scheduled_batch"),
+                 ("self", "scheduled_batch"), f"{_SLOTS}; {_ROWS}", "flat.prepare"),
+        Function(_MANAGERS, f"{_FLAT}.free_resources", ("self", "request"), ("self", "request"), _RELEASED,
+                 "own.free"),
+        Function(_MANAGERS, f"{_FLAT}.get_state_indices", ("self",), ("self",), "slots of a batch's rows"),
+        Function(_MANAGERS, f"{_FLAT}.shutdown", ("self",), ("self",), _GONE, "own.shut_down"),
+        Attributes(_MANAGERS, _FLAT,
+                   ("ssm_states", "state_indices", "mamba_cache_index", "mamba_layer_offsets"), _STATES),
+        Function(_MAMBA2, "Mamba2Mixer.__init__",
+                 ("self", "d_model", "d_state", "d_conv", "nheads", "n_groups", "head_dim", "chunk_size",
+                  "layer_idx", "bias", "conv_bias", "delta_rank", "delta_softplus", "remove_padding",
+                  "apply_silu", "rms_norm_eps", "dtype", "config"), (), "the rule of the layers",
+                 "flat.mamba2_made"),
+        Function(_MAMBA2, "Mamba2Mixer.forward",
+                 ("self", "hidden_states", "attn_metadata", "mamba_metadata"),
+                 ("self", "hidden_states", "attn_metadata"), "which layer decodes, and the end of a step",
+                 "flat.mamba2_forward"),
+        Attributes(_MAMBA2, "Mamba2Mixer", ("layer_idx", "A"), "which layer decodes"),
+        Name(_MAMBA2, "selective_state_update", "decode by a Mamba-2 layer", "flat.mamba2_decode"),
+        Call(_MAMBA2, "Mamba2Mixer.forward", "selective_state_update", 7,
+             ("z", "state_batch_indices", "dt_bias", "dt_softplus"), "decode by a Mamba-2 layer"),
+        Function(_OLD_GDN, f"{_LAYER}.__init__", ("self", "model_config", "layer_idx"), (),
+                 "the rule of the layers, and which way round their states are", "older.gdn_made"),
+        Function(_OLD_GDN, f"{_LAYER}.forward",
+                 ("self", "hidden_states", "attn_metadata", "mamba_metadata", "all_reduce_params"),
+                 ("self", "hidden_states", "attn_metadata"),
+                 "which layer decodes, mixed batches, and the end of a step", "flat.gdn_forward"),
+        Attributes(_OLD_GDN, _LAYER, ("layer_idx",), "which layer decodes"),
+        Name(_OLD_GDN, "fused_sigmoid_gating_delta_rule_update", "decode by a Gated DeltaNet layer",
+             "own.gdn_decode"),
+        Call(_OLD_GDN, f"{_LAYER}.forward_decode", "fused_sigmoid_gating_delta_rule_update", 0, _DECODED,
+             "decode by a Gated DeltaNet layer"),
+        _BATCHES[1], _MEASURED, *_MODEL_CLASSES,
+    ),
+}  # fmt: skip
+
 _PER_MODEL = ("_torch.modules.mamba.cache_manager",)
 _MOVED = ("_torch.pyexecutor.kv_cache.mamba_cache_manager",)
 _REPLAY = (_MANAGERS, "ReplayStateUpdateMetadata")
@@ -307,12 +401,12 @@ GENERATIONS: tuple[Generation, ...] = (
     ),
     Generation("g4", "1.4.0 release candidates", ((_MOVED, _PAGED), _REPLAY), (), _G3),
     Generation("g3", "1.3.0rc20 to rc27", (_POOLS, _REPLAY), (), _G3),
-    Generation("g2", "1.3.0rc of June 2026", (_REPLAY,), (_POOLS,), {}, _NOT_YET),
+    Generation("g2", "1.3.0rc of June 2026", (_REPLAY,), (_POOLS,), _G2),
     Generation(
         "g1", "1.3.0rc of April and May 2026", ((_MANAGERS, "PythonMambaCacheManager"),), (_REPLAY,), {},
         "its interface changed from week to week; install a later release candidate",
     ),
-    Generation("g0", "1.2", ((_MANAGERS, "MambaCacheManager"),), (_REPLAY,), {}, _NOT_YET),
+    Generation("g0", "1.2", ((_MANAGERS, _FLAT),), (_REPLAY,), _G0),
 )  # fmt: skip
 """Newest first: the first whose signs are there is meant."""
 

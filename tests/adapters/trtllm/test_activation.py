@@ -118,12 +118,10 @@ def test_a_generation_that_is_not_served_is_refused(tmp_path: Path, monkeypatch:
     from tests.adapters.trtllm.conftest import forget
 
     file = copy(tmp_path) / "_torch/pyexecutor/mamba_cache_manager.py"
-    file.write_text(re.sub("MambaHybridCacheManagerV2", "MambaHybridCacheManagerV3", file.read_text()))
+    file.write_text(re.sub("ReplayStateUpdateMetadata", "ReplayMetadata", file.read_text()))
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        with pytest.raises(
-            Incompatible, match="g2: its interface is known, and this release does not decode"
-        ):
+        with pytest.raises(Incompatible, match="g1: its interface changed from week to week"):
             install(SETTINGS)
     finally:
         forget()
@@ -143,7 +141,7 @@ def mapping(**fields: Any) -> Any:
 
 REFUSED: list[tuple[Any, str]] = [
     (lambda: {"mamba_ssm_stochastic_rounding": True}, "mamba_ssm_stochastic_rounding: states are rounded"),
-    (lambda: {"spec_config": tree(use_dynamic_tree=True)}, "a draft tree: only drafts in a chain"),
+    (lambda: {"spec_config": tree(use_dynamic_tree=True)}, "a draft tree: its recurrent layers are told"),
     (lambda: {"spec_config": tree(eagle_choices=[[0]])}, "a draft tree"),
     (lambda: {"spec_config": tree(decoding_type="Eagle3")}, "decoding_type Eagle3: only MTP's worker"),
     (lambda: {"spec_config": tree(), "mapping": mapping(pp_size=2)}, "MTP with pipeline parallelism"),
@@ -159,6 +157,40 @@ def test_what_cannot_work_is_refused_at_start(kind: str, options: Any, message: 
     install(SETTINGS)
     with pytest.raises(Incompatible, match=f"does not work with .*{message}.*leave replayssm out"):
         Server(kind, "gdn", options=options())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("attn_backend", "cp_size", "skip"), [("VANILLA", 1, "0"), ("TRTLLM", 1, "1"), ("TRTLLM", 2, "0")]
+)
+@pytest.mark.usefixtures("double")
+def test_an_engine_that_does_not_measure_its_memory_is_refused(
+    kind: str, attn_backend: str, cp_size: int, skip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L26. Whatever the reason, it says so before it makes its cache."""
+    from tensorrt_llm._torch.pyexecutor._util import KvCacheCreator
+
+    install(SETTINGS)
+    assert KvCacheCreator(mapping()).try_prepare_estimation()
+    Server(kind, "gdn")
+    monkeypatch.setenv("TRTLLM_SKIP_KV_CACHE_ESTIMATION", skip)
+    assert not KvCacheCreator(mapping(cp_size=cp_size), attn_backend).try_prepare_estimation()
+    with pytest.raises(Incompatible, match="does not measure its memory before it sizes its pool"):
+        Server(kind, "gdn")
+    Server("cpp", "gdn", options={"is_draft": True})
+
+
+@pytest.mark.usefixtures("double")
+def test_states_with_a_manager_without_rings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L19. An older release may put another manager inside, which would decode as before."""
+    from tensorrt_llm._torch.pyexecutor import mamba_cache_manager
+
+    install(SETTINGS)
+    inner = mamba_cache_manager.PythonMambaCacheManager
+    another = type("CppMambaCacheManager", (inner,), {"__init__": inner.__init__.__wrapped__})
+    monkeypatch.setattr(mamba_cache_manager, "PythonMambaCacheManager", another)
+    with pytest.raises(Incompatible, match=r"with a CppMambaCacheManager: .*unset TRTLLM_USE_CPP_MAMBA"):
+        Server("python", "gdn")
 
 
 @pytest.mark.usefixtures("double")

@@ -43,16 +43,21 @@ def short_history(double: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_engines_own_replay_agrees_with_the_oracle(kind: str, rule: str) -> None:
     """So that the comparisons below compare with something."""
     server = Server(kind, rule, 3)
-    walk(server, seed=1, steps=40, fixed=True)
+    walk(server, seed=1, steps=25, fixed=True)
     assert counts(server)[1].any(), "a buffer was exchanged"
 
 
-@pytest.mark.parametrize("max_draft", [1, 3])
 @pytest.mark.parametrize(("kind", "rule"), LENT)
-def test_random_schedules(kind: str, rule: str, max_draft: int) -> None:
+def test_random_schedules(kind: str, rule: str) -> None:
     """L1, L2, L3, L8, L10. Every output against the fp64 oracle; the convolution is rolled back too."""
-    server, _ = serve(kind, rule, max_draft, settings=BORROW)
-    assert walk(server, seed=3, steps=60, fixed=True)
+    server, _ = serve(kind, rule, 3, settings=BORROW)
+    assert walk(server, seed=3, steps=40, fixed=True)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_draft(rule: str) -> None:
+    server, _ = serve("cpp", rule, 1, settings=BORROW)
+    assert walk(server, seed=3, steps=30, fixed=True)
 
 
 @pytest.mark.usefixtures("short_history")
@@ -63,7 +68,7 @@ def test_the_engines_counts_and_states_are_its_own(kind: str, rule: str) -> None
     def trace(server: Server) -> list[list[torch.Tensor]]:
         seen: list[list[torch.Tensor]] = []
         walk(
-            server, seed=5, steps=50, fixed=True,
+            server, seed=5, steps=25, fixed=True,
             after=lambda: seen.append([each.clone() for each in (*counts(server), *server.states())]),
         )  # fmt: skip
         return seen
@@ -88,7 +93,7 @@ def test_the_same_bits_as_in_mode_own(kind: str, rule: str) -> None:
 
         server, _ = serve(kind, rule, 2, settings=settings)
         seen: list[torch.Tensor] = []
-        walk(server, seed=6, steps=40, fixed=True, after=lambda: seen.extend(server.outputs))
+        walk(server, seed=6, steps=20, fixed=True, after=lambda: seen.extend(server.outputs))
         forget()
         return seen
 
@@ -106,7 +111,7 @@ def test_activations_in_bf16(kind: str, rule: str) -> None:
     server, borrowed = serve(
         kind, rule, 2, settings=BORROW, state=torch.bfloat16, act=torch.bfloat16, tolerance=0.1
     )
-    assert walk(server, seed=4, steps=40, fixed=True)
+    assert walk(server, seed=4, steps=25, fixed=True)
     first = borrowed.layout.fields[0].name
     assert borrowed.rings[0][first].dtype is {"mamba2": torch.bfloat16, "gdn": torch.float32}[rule]
 
@@ -137,7 +142,7 @@ def test_steps_longer_than_the_window(kind: str, rule: str) -> None:
     """As with the engine's kernels, the window grows to T, and every step folds."""
     server, borrowed = serve(kind, rule, WINDOW, settings=BORROW)
     assert borrowed.cursors.window == WINDOW + 1
-    walk(server, seed=8, steps=25, fixed=True)
+    walk(server, seed=8, steps=12, fixed=True)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -217,20 +217,7 @@ def test_what_does_not_matter_is_reported_and_no_failure(tmp_path: Path) -> None
 
 MANAGERS = "_torch/pyexecutor/mamba_cache_manager.py"
 OLDER = {
-    "g0": {
-        MANAGERS: "class MambaCacheManager:\n"
-        "    def __init__(self, d_state, d_conv, num_heads, n_groups, head_dim, num_layers, max_batch_size,"
-        " mapping, dtype, ssm_cache_dtype, layer_mask=None):\n"
-        "        self.conv_states = self.ssm_states = self.state_indices = None\n"
-        "    def get_state_indices(self): ...\n",
-        "_torch/modules/mamba/mamba2_mixer.py": "from .selective_state_update import selective_state_update\n"
-        "class Mamba2Mixer:\n"
-        "    def forward(self, hidden_states, attn_metadata, mamba_metadata): ...\n",
-        "_torch/models/modeling_qwen3_next.py": "from x import fused_sigmoid_gating_delta_rule_update\n",
-        "_torch/pyexecutor/_util.py": "def get_kv_cache_manager_cls(model_config): ...\n",
-    },
     "g1": {MANAGERS: "class PythonMambaCacheManager: ...\n"},
-    "g2": {MANAGERS: "class ReplayStateUpdateMetadata: ...\n"},
     "g5": {"_torch/modules/mamba/cache_manager.py": "class NemotronHybridCacheManagerV2: ...\n"},
 }
 
