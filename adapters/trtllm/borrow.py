@@ -74,7 +74,8 @@ def _history(original: Original, rule: Rule, tokens: int) -> Iterator[None]:
     """
     manager: Any = import_module(original.__module__)
     engines = manager.MIN_REPLAY_HISTORY_SIZE
-    manager.MIN_REPLAY_HISTORY_SIZE = active().window + (tokens if rule is Rule.GDN else 0)
+    window = max(active().window, tokens)
+    manager.MIN_REPLAY_HISTORY_SIZE = window + (tokens if rule is Rule.GDN else 0)
     try:
         yield
     finally:

@@ -35,8 +35,8 @@ def generation(source: Source) -> Generation | None:
 
 
 def why_not(found: Generation, mode: str) -> str:
-    """Why a generation is not decoded with in `mode`."""
-    return found.refused or f"it is decoded with in mode {' or '.join(found.modes)}, got {mode}"
+    """Why a generation is not served in `mode`."""
+    return found.refused or f"it is served in mode {' or '.join(found.modes)}, got {mode}"
 
 
 def differences(source: Source, targets: Iterable[Target]) -> Iterator[Difference]:

@@ -13,6 +13,7 @@ from replayssm.adapters.trtllm.refusals import Incompatible
 from replayssm.adapters.trtllm.served import rings_of
 from replayssm.adapters.trtllm.settings import Settings
 from replayssm.core import rows
+from replayssm.kernels import registry
 from tests.adapters.trtllm.engine import RULES, Server
 from tests.adapters.trtllm.test_life import decoding
 from tests.adapters.trtllm.test_own import WINDOW, serve, walk
@@ -22,6 +23,13 @@ pytestmark = pytest.mark.usefixtures("double")
 BORROW = Settings(WINDOW, "torch", None, None, "borrow")
 # The engine has no replay of Gated DeltaNet with the manager in Python.
 LENT = [("python", "mamba2"), ("cpp", "mamba2"), ("v2", "mamba2"), ("cpp", "gdn"), ("v2", "gdn")]
+
+
+def runs_triton() -> bool:
+    try:
+        return registry.resolve("triton", torch.device("cpu")) is not None
+    except registry.BackendUnavailable:
+        return False
 
 
 def counts(server: Server) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,6 +124,16 @@ def test_activations_in_bf16(kind: str, rule: str) -> None:
     assert borrowed.rings[0][first].dtype is {"mamba2": torch.bfloat16, "gdn": torch.float32}[rule]
 
 
+@pytest.mark.skipif(not runs_triton(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize(("kind", "rule"), [("cpp", "mamba2"), ("v2", "gdn")])
+def test_by_the_fast_kernels(kind: str, rule: str) -> None:
+    """L10. Rings and states whose slots lie apart, and inputs that are views of wider rows."""
+    server, _ = serve(
+        kind, rule, 2, settings=replace(BORROW, backend="triton"), act=torch.bfloat16, tolerance=0.05
+    )
+    assert walk(server, seed=4, steps=12, fixed=True)
+
+
 @pytest.mark.parametrize(("kind", "rule"), LENT)
 def test_records_lie_in_the_engines_buffers(kind: str, rule: str) -> None:
     """Nothing is allocated but the starts; the history is the engine's count."""
@@ -137,10 +155,12 @@ def test_the_engines_least_history_is_put_back() -> None:
     assert mamba_cache_manager.MIN_REPLAY_HISTORY_SIZE == 16
 
 
-@pytest.mark.parametrize(("kind", "rule"), LENT)
-def test_steps_longer_than_the_window(kind: str, rule: str) -> None:
+@pytest.mark.parametrize("act", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_longer_than_the_window(rule: str, act: torch.dtype) -> None:
     """As with the engine's kernels, the window grows to T, and every step folds."""
-    server, borrowed = serve(kind, rule, WINDOW, settings=BORROW)
+    bound = {torch.float32: 2e-4, torch.bfloat16: 0.1}[act]
+    server, borrowed = serve("cpp", rule, WINDOW, settings=BORROW, act=act, tolerance=bound)
     assert borrowed.cursors.window == WINDOW + 1
     walk(server, seed=8, steps=12, fixed=True)
 

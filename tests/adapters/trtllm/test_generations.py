@@ -126,7 +126,7 @@ def test_a_cache_before_its_layers_is_refused(generation: str) -> None:
 
 @pytest.mark.parametrize(
     ("generation", "mode", "message"),
-    [("g0", "borrow", "g0: it is decoded with in mode own, got borrow")],
+    [("g0", "borrow", "g0: it is served in mode own, got borrow")],
     indirect=["generation"],
 )
 def test_a_mode_that_a_generation_does_not_have_is_refused(generation: str, mode: str, message: str) -> None:
