@@ -11,9 +11,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from replayssm.adapters.trtllm import hooks
+from replayssm.adapters.trtllm import served
 from replayssm.adapters.trtllm.contract import PACKAGE, Function, Generation, Modules, Name, Target
-from replayssm.adapters.trtllm.drift import Difference, compare_parameters, differences, find, generation
+from replayssm.adapters.trtllm.drift import (
+    Difference,
+    compare_parameters,
+    differences,
+    find,
+    generation,
+    why_not,
+)
 from replayssm.adapters.trtllm.refusals import Incompatible
 from replayssm.adapters.trtllm.settings import Settings
 from replayssm.adapters.trtllm.source import Source
@@ -40,20 +47,21 @@ def install(settings: Settings) -> None:
             raise Incompatible(f"replayssm is active with {_settings[0]}, got {settings}; uninstall it first")
         return
     source = Source(Path(str(import_module(PACKAGE).__file__)).parent)
-    found = _generation(source)
-    problems = [each for each in _differences(source, found.targets) if each.matters]
+    found = _generation(source, settings.mode)
+    targets = found.modes[settings.mode]
+    problems = [each for each in _differences(source, targets) if each.matters]
     if problems:
         raise Incompatible(
             f"replayssm does not fit this TensorRT-LLM ({found.name}): "
             f"{'; '.join(f'{each.where}: {each.text}' for each in problems)}. `replayssm doctor --engine "
             f"trtllm` shows all; to serve without replayssm leave --custom_module_dirs out"
         )
-    hooks.activate(settings)
+    served.activate(settings)
     _settings.append(settings)
     try:
-        for target in found.targets:
+        for target in targets:
             if isinstance(target, (Function, Name)) and target.hook:
-                _patch(*_locate(source, target), getattr(hooks, target.hook))
+                _patch(*_locate(source, target), _hook(target.hook))
     except BaseException:
         uninstall()
         raise
@@ -66,13 +74,13 @@ def uninstall() -> None:
         setattr(owner, name, original)
     _patched.clear()
     _settings.clear()
-    hooks.activate(None)
+    served.activate(None)
 
 
-def _generation(source: Source) -> Generation:
+def _generation(source: Source, mode: str) -> Generation:
     found = generation(source)
-    if found is None or found.refused:
-        what = "none that is known" if found is None else f"{found.name}: {found.refused}"
+    if found is None or mode not in found.modes:
+        what = "none that is known" if found is None else f"{found.name}: {why_not(found, mode)}"
         raise Incompatible(
             f"replayssm does not decode with this TensorRT-LLM, {what}. `replayssm doctor --engine trtllm` "
             "says what it expects; to serve without replayssm leave --custom_module_dirs out"
@@ -108,6 +116,11 @@ def _locate(source: Source, target: Function | Name) -> tuple[Any, str]:
     owner, _, name = target.name.rpartition(".")
     holder = import_module(f"{PACKAGE}.{module}")
     return (pkgutil.resolve_name(f"{PACKAGE}.{module}:{owner}") if owner else holder), name
+
+
+def _hook(name: str) -> Any:
+    module, _, function = name.partition(".")
+    return getattr(import_module(f"replayssm.adapters.trtllm.{module}"), function)
 
 
 def _module(source: Source, modules: Modules) -> str | None:

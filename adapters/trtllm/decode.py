@@ -11,7 +11,7 @@ from replayssm.adapters.trtllm.served import Layer
 
 
 def mamba2(
-    layer: Layer,
+    layer: Layer[Any],
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -22,6 +22,7 @@ def mamba2(
     dt_softplus: bool,
     slots: torch.Tensor,
     out: torch.Tensor,
+    z: torch.Tensor | None = None,
 ) -> None:
     """A step of a Mamba-2 layer, into `out`.
 
@@ -37,6 +38,7 @@ def mamba2(
         dt_softplus: apply softplus to `dt + dt_bias`.
         slots: `[n]` int32.
         out: as `x`; zero for rows without a ring.
+        z: as `x`, the output gate where the engine applies it here.
     """
     rings = layer.rings
 
@@ -56,6 +58,7 @@ def mamba2(
         C=tokens(C),
         out=tokens(out),
         D=D[:, 0],
+        z=None if z is None else tokens(z),
         dt_bias=dt_bias[:, 0],
         dt_softplus=dt_softplus,
         window=rings.cursors.window,
@@ -66,7 +69,7 @@ def mamba2(
 
 
 def gdn(
-    layer: Layer,
+    layer: Layer[Any],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

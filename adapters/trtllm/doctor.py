@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from replayssm.adapters.trtllm.contract import GENERATIONS, PACKAGE
-from replayssm.adapters.trtllm.drift import differences, generation
-from replayssm.adapters.trtllm.settings import ENV_CONFIG, load
+from replayssm.adapters.trtllm.contract import PACKAGE
+from replayssm.adapters.trtllm.drift import differences, generation, why_not
+from replayssm.adapters.trtllm.settings import ENV_CONFIG, MODES, load
 from replayssm.adapters.trtllm.source import Source
+from replayssm.adapters.trtllm.targets import GENERATIONS
 from replayssm.core.config import ConfigError
 
 
@@ -49,20 +50,22 @@ def examine(source: Path | None = None) -> Iterator[Finding]:
         known = ", ".join(f"{each.name} ({each.releases})" for each in reversed(GENERATIONS))
         yield Finding("generation", False, f"none of {known}: the cache of recurrent states was not found")
         return
+    mode, settings = _settings()
     detail = f"{found.name}, seen in {found.releases}"
-    if found.refused:
-        served = ", ".join(each.releases for each in GENERATIONS if not each.refused)
-        yield Finding("generation", False, f"{detail}: {found.refused}; expected {served}")
+    if mode in found.modes:
+        yield Finding("generation", True, f"{detail}; mode {mode}")
     else:
-        yield Finding("generation", True, detail)
+        known = ", ".join(each.releases for each in GENERATIONS if mode in each.modes)
+        yield Finding("generation", False, f"{detail}: {why_not(found, mode)}; expected {known}")
     matters = 0
-    for difference in differences(package, found.targets):
+    targets = found.modes.get(mode, ())
+    for difference in differences(package, targets):
         matters += difference.matters
         yield Finding(difference.where, not difference.matters, difference.text)
-    if found.targets and not matters:
-        yield Finding("contract", True, f"nothing that matters differs in {len(found.targets)} points")
+    if targets and not matters:
+        yield Finding("contract", True, f"nothing that matters differs in {len(targets)} points")
     if source is None or os.environ.get(ENV_CONFIG):
-        yield _settings()
+        yield settings
 
 
 def _package(source: Path | None) -> Path | None:
@@ -76,9 +79,11 @@ def _package(source: Path | None) -> Path | None:
     return None
 
 
-def _settings() -> Finding:
+def _settings() -> tuple[str, Finding]:
+    """The mode that is asked for, and whether the settings can be read; without them the default mode."""
     try:
         settings = load(os.environ)
     except ConfigError as error:
-        return Finding("settings", False, str(error))
-    return Finding("settings", True, f"window {settings.window}, backend {settings.backend}")
+        return MODES[0], Finding("settings", False, str(error))
+    text = f"mode {settings.mode}, window {settings.window}, backend {settings.backend}"
+    return settings.mode, Finding("settings", True, text)

@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from replayssm.adapters.trtllm.contract import (
-    GENERATIONS,
-    Attributes,
-    Call,
-    Function,
-    Generation,
-    Modules,
-    Name,
-    Target,
-)
+from replayssm.adapters.trtllm.contract import Attributes, Call, Function, Generation, Modules, Name, Target
 from replayssm.adapters.trtllm.source import Module, Source
+from replayssm.adapters.trtllm.targets import GENERATIONS
 
 
 @dataclass(frozen=True)
@@ -40,6 +32,11 @@ def generation(source: Source) -> Generation | None:
         if has and not any(_binds(source, modules, name) for modules, name in each.lacks):
             return each
     return None
+
+
+def why_not(found: Generation, mode: str) -> str:
+    """Why a generation is not served in `mode`."""
+    return found.refused or f"it is served in mode {' or '.join(found.modes)}, got {mode}"
 
 
 def differences(source: Source, targets: Iterable[Target]) -> Iterator[Difference]:

@@ -10,8 +10,12 @@ class Incompatible(RuntimeError):
     """TensorRT-LLM is not what the adapter was written for, or is asked for what it cannot do with it."""
 
 
+Reason = tuple[Any, str, str, str]
+"""Whether something cannot work, what it is, why it can't, and what to do instead."""
+
+
 def refuse_manager(given: Mapping[str, Any], tokens: int, groups: int) -> None:
-    """Refuse a cache manager's arguments that cannot work.
+    """Refuse a cache manager's arguments that cannot work in mode `own`.
 
     Args:
         given: the arguments by name.
@@ -25,11 +29,10 @@ def refuse_manager(given: Mapping[str, Any], tokens: int, groups: int) -> None:
     shards = 1 if mapping.enable_attention_dp else mapping.tp_size
     trees = getattr(spec, "use_dynamic_tree", False) or getattr(spec, "eagle_choices", None) is not None
     kind = getattr(spec, "decoding_type", type(spec).__name__)
-    kda = [name for name, value in given.items() if name.startswith("kda_") and value]
-    for wrong, what, why, instead in (
-        (given["mamba_ssm_stochastic_rounding"], "kv_cache_config.mamba_ssm_stochastic_rounding",
-         "states are rounded to nearest", "set it to false"),
-        (tokens > 1 and trees, "a draft tree", "only drafts in a chain are committed", "use a chain"),
+    _refuse(
+        *_never(given),
+        (tokens > 1 and trees, "a draft tree",
+         "its recurrent layers are told the accepted leaf and not the nodes' parents", "use a chain"),
         (spec is not None and kind != "MTP", f"speculative_config.decoding_type {kind}",
          "only MTP's worker is known to commit where the cursors move", "use MTP"),
         (tokens > 1 and mapping.pp_size > 1, "MTP with pipeline parallelism",
@@ -38,8 +41,37 @@ def refuse_manager(given: Mapping[str, Any], tokens: int, groups: int) -> None:
          "the engine can't measure memory with it, so rings would not be in its budget", "leave it out"),
         (groups % shards, f"tensor parallelism of {shards} over {groups} groups of key heads",
          "a group's keys are recorded once", f"use a tp_size that divides {groups}"),
+    )  # fmt: skip
+
+
+def refuse_borrowing(given: Mapping[str, Any], speculative: bool) -> None:
+    """Refuse a cache manager's arguments that cannot work in mode `borrow`.
+
+    Args:
+        given: the arguments by name.
+        speculative: whether steps verify drafts.
+
+    Raises:
+        Incompatible: names the first of them, why, and what to do.
+    """
+    _refuse(
+        *_never(given),
+        (not speculative, "mode borrow in standard decoding",
+         "the engine's own replay, whose buffers it takes, is for speculation only", "set mode: own"),
+    )  # fmt: skip
+
+
+def _never(given: Mapping[str, Any]) -> list[Reason]:
+    kda = [name for name, value in given.items() if name.startswith("kda_") and value]
+    return [
+        (given.get("mamba_ssm_stochastic_rounding"), "kv_cache_config.mamba_ssm_stochastic_rounding",
+         "states are rounded to nearest", "set it to false"),
         (kda, ", ".join(kda), "Kimi Delta Attention is not served in TensorRT-LLM", "serve another model"),
-    ):  # fmt: skip
+    ]  # fmt: skip
+
+
+def _refuse(*reasons: Reason) -> None:
+    for wrong, what, why, instead in reasons:
         if wrong:
             raise Incompatible(
                 f"replayssm does not work with {what}: {why}; {instead}, or leave replayssm out"

@@ -8,38 +8,37 @@ and never touched. It knows the engine's requests by their ids, its states as te
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 
 import torch
 
 from replayssm import kernels
+from replayssm.adapters.trtllm.records import NONE, Records
 from replayssm.core.cursors import Cursors
-from replayssm.core.geometry import Rule
 from replayssm.core.layout import RingLayout
-from replayssm.kernels import LayerTable, StepIndex
-
-NONE = -1
-"""Ring of a batch's row that has none."""
+from replayssm.core.rows import write_rows
+from replayssm.kernels import StepIndex
 
 
-class Rings:
+class Rings(Records):
     """Rings of all recurrent layers of a rank, one for each request that decodes.
 
     Nothing here waits for the device. Tensors change on the stream of the model's forward pass.
 
     Attributes:
-        layout: the rings of a layer.
-        states: per layer `[slots, HV, V, K]`, the engine's states, which are the checkpoints.
-        rings: per layer the ring tensors by name, `[rings, heads, R, ...]`.
-        cursors: start and history of each ring, shared by all layers.
+        turned: whether the engine has a state as `[HV, K, V]` in the memory of `[HV, V, K]`. A state with a
+            ring is as the kernels need it, all others as the engine has them.
         rows: `[batch]` int32, ring of each row of the coming step, contexts first; its address is stable.
-        rates: per layer `A` `[H]` fp32 of Mamba-2, once the layer has run.
         drafts: T of a verification step that is not committed yet; 0: there is none.
-        backend: kernel backend.
     """
 
     def __init__(
-        self, layout: RingLayout, states: Sequence[torch.Tensor], rings: int, batch: int, backend: str
+        self,
+        layout: RingLayout,
+        states: Sequence[torch.Tensor],
+        rings: int,
+        batch: int,
+        backend: str,
+        turned: bool = False,
     ) -> None:
         """Allocate `rings` empty rings for each layer.
 
@@ -49,31 +48,25 @@ class Rings:
             rings: the most requests that decode at a time.
             batch: the most rows of a step.
             backend: kernel backend.
+            turned: see above.
 
         Raises:
             ValueError: states of another shape than the layout's.
         """
-        for state in states:
-            if tuple(state.shape[1:]) != layout.geometry.state_shape:
-                raise ValueError(
-                    f"states: expected [slots, {', '.join(map(str, layout.geometry.state_shape))}], got "
-                    f"{list(state.shape)}"
-                )
         device = states[0].device
-        self.layout, self.states, self.backend = layout, tuple(states), backend
-        self.rings = tuple(layout.allocate(rings, device) for _ in states)
-        self.cursors = Cursors.allocate(rings, layout.window, layout.rows, device)
+        super().__init__(
+            layout,
+            states,
+            [layout.allocate(rings, device) for _ in states],
+            Cursors.allocate(rings, layout.window, layout.rows, device),
+            backend,
+        )
+        self.turned = turned
         self.rows = torch.full((batch,), NONE, dtype=torch.int32, device=device)
-        self.rates: list[torch.Tensor | None] = [None] * len(states)
         self.drafts = 0
         self._ring_of: dict[int, int] = {}
         self._prompts: frozenset[int] = frozenset()
         self._free = list(range(rings))[::-1]
-
-    @property
-    def rule(self) -> Rule:
-        """The layers' recurrence."""
-        return self.layout.geometry.rule
 
     @property
     def bytes(self) -> int:
@@ -110,7 +103,9 @@ class Rings:
         taken = [self._free.pop() for _ in new]
         self._ring_of.update(zip(new, taken, strict=True))
         if taken:
-            self.cursors.history.index_fill_(0, self._on_device(taken).long(), 0)
+            self.cursors.history.index_fill_(0, self.on_device(taken).long(), 0)
+            if self.turned:
+                self.take_back(self.on_device([slots[request] for request in new]), self.on_device(taken))
 
     def leave(self, request: int) -> None:
         """A request has ended, or starts over: its ring is free."""
@@ -129,13 +124,13 @@ class Rings:
         if not held:
             return
         rings = [self._ring_of[request] for request in held]
-        self.flush(self._on_device(list(held.values())), self._on_device(rings))
+        self.hand_over(self.on_device(list(held.values())), self.on_device(rings))
         for request in held:
             self.leave(request)
 
     @torch.inference_mode()
     def place(self, requests: Sequence[int], without: Sequence[bool]) -> None:
-        """Write the ring of each row of the coming step.
+        """Write the ring of each row of the coming step; rows behind them have none.
 
         Args:
             requests: the batch's requests in order.
@@ -153,23 +148,13 @@ class Rings:
                     "to pass prepare_resources first; start without the adapter and report this"
                 )
             rings.append(ring)
-        self.rows[: len(rings)].copy_(self._on_device(rings), non_blocking=True)
-
-    def _on_device(self, values: list[int]) -> torch.Tensor:
-        """`values` as int32; a fresh pinned tensor each time, which the copy may outlive."""
-        device = self.rows.device
-        pinned = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return pinned.to(device, non_blocking=True)
+        rings += [NONE] * (len(self.rows) - len(rings))
+        self.rows.copy_(self.on_device(rings), non_blocking=True)
 
     # Steps, on the device.
 
     def index(self, slots: torch.Tensor, first: int) -> StepIndex:
-        """The rows of a step, for the kernels.
-
-        Args:
-            slots: `[B]` int32, slots of the rows that decode.
-            first: how many contexts stand before them.
-        """
+        """As `Records.index`; each row has the ring of its request."""
         return StepIndex(state_indices=slots, ring_indices=self.rows[first : first + len(slots)])
 
     def commit(self, first: int, count: int, tokens: int, accepted: torch.Tensor | None = None) -> None:
@@ -192,32 +177,21 @@ class Rings:
             backend=self.backend,
         )
 
-    def flush(self, slots: torch.Tensor, rings: torch.Tensor) -> None:
-        """Make the states in `slots` current and `rings` (both `[B]` int32) empty; pads are skipped."""
-        live = rings >= 0
-        history = self.cursors.history[rings.clamp(min=0).long()]
-        wanted = live & (history > 0)
-        slots = torch.where(wanted, slots, NONE)
-        kernels.materialize(
-            self.rule,
-            self._table,
-            None,
-            self.cursors.start,
-            torch.where(live, history, 0),
-            slots,
-            slots,
-            window=self.cursors.window,
-            ring_indices=torch.where(wanted, rings, NONE),
-            backend=self.backend,
-        )
-        self.cursors.anchor(rings)
+    def hand_over(self, slots: torch.Tensor, rings: torch.Tensor) -> None:
+        """Make the states in `slots` what the engine's kernels read, `rings` (both `[B]` int32) empty."""
+        self.flush(slots, rings)
+        self._turn(slots, rings, back=True)
 
-    @cached_property
-    def _table(self) -> LayerTable:
-        rates = [rate for rate in self.rates if rate is not None]
-        if self.rule is Rule.MAMBA2 and len(rates) < len(self.states):
-            raise RuntimeError(
-                "replayssm: expected every Mamba-2 layer to have run before a state is made current, "
-                f"{len(rates)} of {len(self.states)} have"
-            )
-        return LayerTable.build(self.rule, self.states, self.rings, rates or None)
+    def take_back(self, slots: torch.Tensor, rings: torch.Tensor) -> None:
+        """The engine's kernels have written the states in `slots`."""
+        self._turn(slots, rings, back=False)
+
+    def _turn(self, slots: torch.Tensor, rings: torch.Tensor, back: bool) -> None:
+        if not self.turned:
+            return
+        at = slots.clamp(min=0).long()
+        for ours in self.states:
+            _, _, V, K = ours.shape
+            engines = ours.flatten(2).unflatten(2, (K, V))
+            source, target = (ours, engines) if back else (engines, ours)
+            write_rows(target, slots, source[at].transpose(2, 3), rings >= 0)

@@ -1,29 +1,33 @@
-"""Where a manager's rings hang, and which layer is running: what the hooks share."""
+"""Where a manager's records hang, and which layer is running: what the hooks of all modes share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from replayssm.adapters.trtllm.rings import Rings
+from replayssm.adapters.trtllm.records import Records
+from replayssm.adapters.trtllm.settings import Settings
+from replayssm.core.geometry import Rule
 
-RINGS = "_replayssm"
-"""Attribute of a cache manager that holds its `Rings`."""
+RECORDS = "_replayssm"
+"""Attribute of a cache manager that holds its `Records`."""
+
+R = TypeVar("R", bound=Records)
 
 
-class Layer(NamedTuple):
+class Layer(NamedTuple, Generic[R]):
     """A recurrent layer that runs.
 
     Attributes:
-        rings: its model's.
+        rings: its model's records.
         number: of the layer among the rank's recurrent ones.
         first: contexts in the batch, which stand before the rows that decode.
         decodes: rows that decode.
         verify: whether they verify drafts.
     """
 
-    rings: Rings
+    rings: R
     number: int
     first: int
     decodes: int
@@ -35,16 +39,42 @@ class Layer(NamedTuple):
         return self.number == len(self.rings.states) - 1
 
 
-_running: list[Layer] = []
+_active: list[Settings] = []
+built: dict[Rule, Any] = {}
+"""Rules of the layers that were made, where it matters, with the engine's decode of Gated DeltaNet."""
+_unmeasured: list[bool] = []
+_running: list[Layer[Any]] = []
 
 
-def rings_of(manager: Any) -> Rings | None:
-    """The rings beside a manager's states, whichever of its facades it is; `None` where it has none."""
-    rings: Rings | None = getattr(getattr(manager, "_impl", manager), RINGS, None)
-    return rings
+def activate(settings: Settings | None) -> None:
+    """Managers that are made from now on get records with `settings`; `None`: no records."""
+    _active[:] = [] if settings is None else [settings]
+    built.clear()
+    _unmeasured.clear()
 
 
-def layer_of(layer_idx: int, attn_metadata: Any, spec_metadata: Any) -> Layer | None:
+def measure(measured: bool) -> None:
+    """The engine measures its memory with a first cache, or does not, for the caches that are made next."""
+    _unmeasured[:] = [not measured]
+
+
+def unmeasured() -> bool:
+    """Whether the engine sizes its pool without having seen rings."""
+    return any(_unmeasured)
+
+
+def active() -> Settings:
+    """The settings of managers that are made now."""
+    (settings,) = _active
+    return settings
+
+
+def rings_of(manager: Any) -> Any:
+    """The records of a manager's states, whichever of its facades it is; `None` where it has none."""
+    return getattr(getattr(manager, "_impl", manager), RECORDS, None)
+
+
+def layer_of(layer_idx: int, attn_metadata: Any, spec_metadata: Any) -> Layer[Any] | None:
     """The layer with the model's number `layer_idx` in a batch; `None` where it is not served."""
     manager = attn_metadata.kv_cache_manager
     rings = rings_of(manager)
@@ -56,13 +86,13 @@ def layer_of(layer_idx: int, attn_metadata: Any, spec_metadata: Any) -> Layer | 
     return Layer(rings, number, first, attn_metadata.num_seqs - first, verify)
 
 
-def running() -> Layer | None:
+def running() -> Layer[Any] | None:
     """The layer whose forward is running; `None` in one that is not served."""
     return _running[-1] if _running else None
 
 
 @contextmanager
-def run(layer: Layer) -> Iterator[None]:
+def run(layer: Layer[Any]) -> Iterator[None]:
     """Let `running` find the layer."""
     _running.append(layer)
     try:

@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import Any
 
 from replayssm.adapters.trtllm.activation import install
-from replayssm.adapters.trtllm.contract import MODEL_MODULES, PACKAGE
+from replayssm.adapters.trtllm.contract import PACKAGE
 from replayssm.adapters.trtllm.refusals import Incompatible
 from replayssm.adapters.trtllm.settings import load
+from replayssm.adapters.trtllm.targets import MODEL_MODULES
 
 
 def _register() -> dict[str, type]:

@@ -17,13 +17,13 @@ from replayssm.core.config import ENV_PREFIX, ConfigError, ReplayConfig, nearest
 ENV_CONFIG = "TRTLLM_REPLAYSSM_CONFIG"
 """Variable with the path of the adapter's file."""
 
-MODES = ("own",)
-_LATER = "borrow"
+MODES = ("own", "borrow")
 
 TEMPLATE = """\
 # replayssm in TensorRT-LLM; {variable} names this file.
 
 # own: rings and cursors of replayssm, for standard decoding and for MTP.
+# borrow: MTP in the buffers of the engine's own replay, which must be on; only the kernels are exchanged.
 mode: own
 
 # Records of a sequence before they are folded into its state.
@@ -50,12 +50,14 @@ class Settings:
         backend: kernel backend.
         precision: format of the states; `None`: the engine's.
         max_draft: the most tokens of a sequence in one step; `None`: the engine's.
+        mode: of `MODES`: whose buffers and cursors.
     """
 
     window: int
     backend: str
     precision: str | None
     max_draft: int | None
+    mode: str = "own"
 
 
 def load(env: Mapping[str, str]) -> Settings:
@@ -104,8 +106,7 @@ def read(path: Path) -> Settings:
             )
     mode = content.pop("mode", "own")
     if mode not in MODES:
-        later = "; this release does not have borrow yet" if mode == _LATER else ""
-        raise ConfigError(f"{path}: mode: expected {' or '.join(MODES)}, got {mode!r}{later}")
+        raise ConfigError(f"{path}: mode: expected {' or '.join(MODES)}, got {mode!r}")
     try:
         config = ReplayConfig(**content)
     except ConfigError as error:
@@ -116,4 +117,5 @@ def read(path: Path) -> Settings:
         config.backend,
         config.precision.recurrence if "precision" in given else None,
         config.max_draft,
+        mode,
     )

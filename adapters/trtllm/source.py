@@ -37,14 +37,10 @@ class Module:
         name: dotted, below the package.
     """
 
-    def __init__(self, name: str, path: Path) -> None:
-        """Parse `path`.
-
-        Raises:
-            SyntaxError: it is not Python that this interpreter reads.
-        """
+    def __init__(self, name: str, tree: ast.Module) -> None:
+        """Look into `tree`."""
         self.name = name
-        self._tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        self._tree = tree
         self._classes = {node.name: node for node in self._tree.body if isinstance(node, ast.ClassDef)}
 
     def binds(self, name: str) -> bool:
@@ -113,7 +109,11 @@ class Source:
     """The modules of a package in a folder."""
 
     def __init__(self, root: Path) -> None:
-        """Read the package whose folder is `root`, each module once."""
+        """Read the package whose folder is `root`, each module once.
+
+        Raises:
+            SyntaxError: of `module`: a file is not Python that this interpreter reads.
+        """
         self.root = root
         self.module = cache(self._read)
 
@@ -121,7 +121,7 @@ class Source:
         path = self.root.joinpath(*name.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
-                return Module(name, file)
+                return Module(name, ast.parse(file.read_text(encoding="utf-8"), filename=str(file)))
         return None
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.adapters.trtllm.generations import DOUBLE
+from tests.adapters.trtllm.generations import DOUBLE, DOUBLES, copy
 
 
 def forget() -> None:
@@ -26,4 +27,20 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`import tensorrt_llm` finds the double."""
     monkeypatch.syspath_prepend(DOUBLE)
     yield
+    forget()
+
+
+@pytest.fixture(scope="session")
+def doubles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of each generation's double."""
+    return {name: copy(tmp_path_factory.mktemp(name), name).parent for name in DOUBLES}
+
+
+@pytest.fixture
+def generation(
+    request: pytest.FixtureRequest, doubles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """`import tensorrt_llm` finds the double of the generation that an indirect parameter names."""
+    monkeypatch.syspath_prepend(doubles[request.param])
+    yield request.param
     forget()

@@ -15,11 +15,18 @@ import torch
 import torch.nn.functional as F
 
 from tests import oracle
+from tests.adapters.trtllm.generations import engines
 
 MASK = [True, False, True, True]
 """Which of the model's layers are recurrent."""
 H, G, P, N, WIDTH = 4, 2, 5, 8, 4
 KINDS = ("python", "cpp", "v2")
+CLASSES = {
+    "python": "MixedMambaHybridCacheManager",
+    "cpp": "CppMambaHybridCacheManager",
+    "v2": "MambaHybridCacheManagerV2",
+    "flat": "MambaHybridCacheManager",
+}
 RULES = ("mamba2", "gdn")
 
 
@@ -65,46 +72,47 @@ class Server:
     outputs: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        from tensorrt_llm._torch.speculative.mtp import MTPDecodingConfig, MTPEagleWorker
         from tensorrt_llm.mapping import Mapping
 
         self.generator = torch.Generator().manual_seed(7)
         self.mapping = self.options.pop("mapping", Mapping())
         self.spec = self.options.pop("spec_config", None)
-        if self.max_draft is not None and self.spec is None:
-            self.spec = MTPDecodingConfig(self.max_draft)
-        self.worker = MTPEagleWorker()
+        if self.kind != "flat":
+            from tensorrt_llm._torch.speculative.mtp import MTPDecodingConfig, MTPEagleWorker
+
+            if self.max_draft is not None and self.spec is None:
+                self.spec = MTPDecodingConfig(self.max_draft)
+            self.worker = MTPEagleWorker()
         self.layers = [self._layer(index) for index, recurrent in enumerate(MASK) if recurrent]
         self.manager = self._manager()
         self.next_id = 10
         self.metadata: Any = None
 
     def _manager(self) -> Any:
-        from tensorrt_llm._torch.pyexecutor import mamba_cache_manager as managers
-
-        cls = {
-            "python": managers.MixedMambaHybridCacheManager,
-            "cpp": managers.CppMambaHybridCacheManager,
-            "v2": managers.MambaHybridCacheManagerV2,
-        }[self.kind]
+        managers = engines("_torch.pyexecutor.mamba_cache_manager")
+        cls = getattr(managers, CLASSES[self.kind])
         model = {"mamba2": "nemotron_hybrid", "gdn": "qwen3_next"}[self.rule]
         kind = {"model_type": model}
         if self.kind == "v2":
             kind = {"conv_state_layout": {"mamba2": "x_b_c", "gdn": "q_k_v"}[self.rule]}
+        elif self.kind == "flat":
+            kind = {}
         sizes = {
             "num_layers": 1, "layer_mask": [not recurrent for recurrent in MASK], "num_kv_heads": 1,
             "head_dim": 8, "tokens_per_block": 32, "max_seq_len": 512, "max_batch_size": self.batch,
             "mapping": self.mapping, "spec_config": self.spec,
-            "use_replay_state_update": self.spec is not None,
         }  # fmt: skip
+        if self.kind != "flat":
+            sizes["use_replay_state_update"] = self.spec is not None
         return cls(
             N, WIDTH, H, G, P, sum(MASK), MASK, self.act, self.state, None, None,
             **{**sizes, **kind, **self.options},
         )  # fmt: skip
 
     def _layer(self, index: int) -> Any:
-        from tensorrt_llm._torch.modules.mamba.gdn_mixer import Qwen3NextGatedDeltaNet
         from tensorrt_llm._torch.modules.mamba.mamba2_mixer import Mamba2Mixer
+
+        where = "models.modeling_qwen3_next" if self.kind == "flat" else "modules.mamba.gdn_mixer"
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=self.generator)
@@ -121,12 +129,13 @@ class Server:
                 linear_value_head_dim=P, linear_conv_kernel_dim=WIDTH, torch_dtype=self.act,
             )  # fmt: skip
             model = SimpleNamespace(pretrained_config=config, mapping=self.mapping)
-            layer = Qwen3NextGatedDeltaNet(model, None, index)
+            stream = () if self.kind == "flat" else (None,)
+            layer = engines(f"_torch.{where}").Qwen3NextGatedDeltaNet(model, *stream, index)
             values = {"A_log": torch.linspace(-1.0, 1.0, H), "dt_bias": random(H)}
         for name, value in values.items():
             getattr(layer, name).data = value
         layer.conv1d.weight.data = random(*layer.conv1d.weight.shape).to(self.act)
-        if self.rule == "mamba2":
+        if self.rule == "mamba2" and self.kind != "flat":
             layer.post_load_weights()
         return layer
 
@@ -160,6 +169,8 @@ class Server:
                 "q": q.view(G, N), "k": k.view(G, N), "v": v.view(H, P), "g": g, "beta": b.sigmoid()
             }  # fmt: skip
         S, y = oracle.TOKEN[self.rule](before.S, token)
+        if self.rule == "mamba2" and self.kind == "flat":
+            y = y * F.silu(row[: H * P].view(H, P))
         return Truth(S, window[:, 1:]), y.flatten()
 
     # Requests.
@@ -189,6 +200,8 @@ class Server:
     def states(self) -> list[torch.Tensor]:
         if self.kind == "python":
             return list(self.manager._impl.mamba_cache.temporal)
+        if self.kind == "flat":
+            return list(self.manager.ssm_states)
         return list(self.manager.all_ssm_states)
 
     def windows(self) -> list[torch.Tensor]:
@@ -215,11 +228,10 @@ class Server:
             accepted: how many of them each accepts; all by default.
             pads: rows of padding up to a CUDA graph's batch.
         """
-        from tensorrt_llm._torch.attention_backend.interface import AttentionMetadata
         from tensorrt_llm._torch.pyexecutor.cuda_graph_runner import CUDA_GRAPH_DUMMY_REQUEST_ID
         from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
-        from tensorrt_llm._torch.speculative.mtp import SpecMetadata
 
+        flat = self.kind == "flat"
         prompts, decodes = prompts or [], decodes or []
         rows = [(request, count) for request, count in prompts] + [(request, tokens) for request in decodes]
         self.manager.prepare_resources(
@@ -228,22 +240,29 @@ class Server:
         ids = [request.llm.py_request_id for request, _ in rows]
         if pads:
             padding = CUDA_GRAPH_DUMMY_REQUEST_ID - (tokens - 1)
-            self.manager.add_dummy_requests([padding])
+            if not flat:
+                self.manager.add_dummy_requests([padding])
             ids += [padding] * pads
         lens = [count for _, count in rows] + [tokens] * pads
         cached = [request.tokens for request, _ in rows] + [1] * pads
-        batch = AttentionMetadata(
+        batch = engines("_torch.attention_backend.interface").AttentionMetadata(
             kv_cache_manager=self.manager,
             request_ids=ids,
             seq_lens=torch.tensor(lens, dtype=torch.int64),
             num_contexts=len(prompts),
             kv_cache_params=SimpleNamespace(num_cached_tokens_per_seq=cached),
-            mamba_metadata=self.metadata,
             max_num_requests=self.batch + 4,
+            **({} if flat else {"mamba_metadata": self.metadata}),
         )
         batch.prepare()
-        self.metadata = batch.mamba_metadata
-        spec = None if self.spec is None else SpecMetadata(tokens - 1, self.spec.max_draft_len)
+        if flat:
+            self.metadata = engines("_torch.modules.mamba.mamba2_metadata").Mamba2Metadata(self.batch, 128)
+            self.metadata.prepare(batch)
+        else:
+            self.metadata = batch.mamba_metadata
+        spec = None
+        if self.spec is not None:
+            spec = engines("_torch.speculative.mtp").SpecMetadata(tokens - 1, self.spec.max_draft_len)
         kept = accepted or [tokens] * len(decodes)
         after: list[list[Truth]] = [[] for _ in rows]
         self.outputs = [
@@ -269,7 +288,8 @@ class Server:
         hidden = torch.randn(batch.num_tokens, self.width, generator=self.generator).to(self.act)
         real = sum(count for _, count in rows)
         hidden[real:] = float("nan")
-        out = self.layers[number](hidden, batch, batch.mamba_metadata, spec)
+        given = () if self.kind == "flat" else (spec,)
+        out = self.layers[number](hidden, batch, self.metadata, *given)
         first = 0
         for row, (request, count) in enumerate(rows):
             now = request.truths[number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,40 +12,45 @@ import pytest
 
 from replayssm.adapters.trtllm import activation
 from replayssm.adapters.trtllm.activation import install, uninstall
-from replayssm.adapters.trtllm.contract import OWN, Function, Name
+from replayssm.adapters.trtllm.contract import Function, Name
 from replayssm.adapters.trtllm.refusals import Incompatible
 from replayssm.adapters.trtllm.served import rings_of
-from replayssm.adapters.trtllm.settings import Settings
+from replayssm.adapters.trtllm.settings import MODES, Settings
 from replayssm.adapters.trtllm.source import Source
+from replayssm.adapters.trtllm.targets import GENERATIONS
 from tests.adapters.trtllm.engine import KINDS, Server
-from tests.adapters.trtllm.generations import DOUBLE, copy, move
+from tests.adapters.trtllm.generations import DOUBLE, copy
 
 SETTINGS = Settings(6, "torch", None, None)
 SOURCE = Source(DOUBLE / "tensorrt_llm")
-HOOKED = [target for target in OWN if isinstance(target, (Function, Name)) and target.hook]
+G3 = next(each for each in GENERATIONS if each.name == "g3")
 
 
-def attributes() -> dict[str, Any]:
+def attributes(mode: str) -> dict[str, Any]:
     """Everything that is patched, as it is now."""
     found = {}
-    for target in HOOKED:
+    for target in G3.modes[mode]:
+        if not isinstance(target, (Function, Name)) or not target.hook:
+            continue
         owner, name = activation._locate(SOURCE, target)
         found[f"{owner.__name__}.{name}"] = vars(owner).get(name)
     return found
 
 
 @pytest.mark.usefixtures("double")
-def test_patches_are_applied_once_and_undone() -> None:
-    before = attributes()
-    install(SETTINGS)
-    patched = attributes()
+@pytest.mark.parametrize("mode", MODES)
+def test_patches_are_applied_once_and_undone(mode: str) -> None:
+    settings = replace(SETTINGS, mode=mode)
+    before = attributes(mode)
+    install(settings)
+    patched = attributes(mode)
     assert all(patched[name] is not before[name] for name in before)
-    install(SETTINGS)
-    assert all(patched[name] is value for name, value in attributes().items())
+    install(settings)
+    assert all(patched[name] is value for name, value in attributes(mode).items())
     with pytest.raises(Incompatible, match=r"is active with .*window=6.*got .*window=8"):
         install(Settings(8, "torch", None, None))
     uninstall()
-    assert all(before[name] is value for name, value in attributes().items())
+    assert all(before[name] is value for name, value in attributes(mode).items())
     server = Server("cpp", "gdn")
     assert rings_of(server.manager) is None
 
@@ -97,7 +103,7 @@ def test_where_modules_have_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Generation g4."""
     from tests.adapters.trtllm.conftest import forget
 
-    move(copy(tmp_path))
+    copy(tmp_path, "g4")
     monkeypatch.syspath_prepend(tmp_path)
     try:
         install(SETTINGS)
@@ -112,12 +118,10 @@ def test_a_generation_that_is_not_served_is_refused(tmp_path: Path, monkeypatch:
     from tests.adapters.trtllm.conftest import forget
 
     file = copy(tmp_path) / "_torch/pyexecutor/mamba_cache_manager.py"
-    file.write_text(re.sub("MambaHybridCacheManagerV2", "MambaHybridCacheManagerV3", file.read_text()))
+    file.write_text(re.sub("ReplayStateUpdateMetadata", "ReplayMetadata", file.read_text()))
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        with pytest.raises(
-            Incompatible, match="g2: its interface is known, and this release does not decode"
-        ):
+        with pytest.raises(Incompatible, match="g1: its interface changed from week to week"):
             install(SETTINGS)
     finally:
         forget()
@@ -137,7 +141,7 @@ def mapping(**fields: Any) -> Any:
 
 REFUSED: list[tuple[Any, str]] = [
     (lambda: {"mamba_ssm_stochastic_rounding": True}, "mamba_ssm_stochastic_rounding: states are rounded"),
-    (lambda: {"spec_config": tree(use_dynamic_tree=True)}, "a draft tree: only drafts in a chain"),
+    (lambda: {"spec_config": tree(use_dynamic_tree=True)}, "a draft tree: its recurrent layers are told"),
     (lambda: {"spec_config": tree(eagle_choices=[[0]])}, "a draft tree"),
     (lambda: {"spec_config": tree(decoding_type="Eagle3")}, "decoding_type Eagle3: only MTP's worker"),
     (lambda: {"spec_config": tree(), "mapping": mapping(pp_size=2)}, "MTP with pipeline parallelism"),
@@ -153,6 +157,40 @@ def test_what_cannot_work_is_refused_at_start(kind: str, options: Any, message: 
     install(SETTINGS)
     with pytest.raises(Incompatible, match=f"does not work with .*{message}.*leave replayssm out"):
         Server(kind, "gdn", options=options())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("attn_backend", "cp_size", "skip"), [("VANILLA", 1, "0"), ("TRTLLM", 1, "1"), ("TRTLLM", 2, "0")]
+)
+@pytest.mark.usefixtures("double")
+def test_an_engine_that_does_not_measure_its_memory_is_refused(
+    kind: str, attn_backend: str, cp_size: int, skip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L26. Whatever the reason, it says so before it makes its cache."""
+    from tensorrt_llm._torch.pyexecutor._util import KvCacheCreator
+
+    install(SETTINGS)
+    assert KvCacheCreator(mapping()).try_prepare_estimation()
+    Server(kind, "gdn")
+    monkeypatch.setenv("TRTLLM_SKIP_KV_CACHE_ESTIMATION", skip)
+    assert not KvCacheCreator(mapping(cp_size=cp_size), attn_backend).try_prepare_estimation()
+    with pytest.raises(Incompatible, match="does not measure its memory before it sizes its pool"):
+        Server(kind, "gdn")
+    Server("cpp", "gdn", options={"is_draft": True})
+
+
+@pytest.mark.usefixtures("double")
+def test_states_with_a_manager_without_rings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L19. An older release may put another manager inside, which would decode as before."""
+    from tensorrt_llm._torch.pyexecutor import mamba_cache_manager
+
+    install(SETTINGS)
+    inner = mamba_cache_manager.PythonMambaCacheManager
+    another = type("CppMambaCacheManager", (inner,), {"__init__": inner.__init__.__wrapped__})
+    monkeypatch.setattr(mamba_cache_manager, "PythonMambaCacheManager", another)
+    with pytest.raises(Incompatible, match=r"with a CppMambaCacheManager: .*unset TRTLLM_USE_CPP_MAMBA"):
+        Server("python", "gdn")
 
 
 @pytest.mark.usefixtures("double")

@@ -43,11 +43,24 @@ def test_settings_are_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "adapter.yaml"
     path.write_text("window: 12")
     monkeypatch.setenv(ENV_CONFIG, str(path))
-    assert "ok   settings: window 12, backend auto" in doctor("--source", DOUBLE)[1]
+    assert "ok   settings: mode own, window 12, backend auto" in doctor("--source", DOUBLE)[1]
     path.write_text("wndow: 12")
     status, output = doctor("--source", DOUBLE)
     assert status == 1
     assert "FAIL settings: unknown key 'wndow'" in output
+
+
+def test_the_mode_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "adapter.yaml"
+    path.write_text("mode: borrow")
+    monkeypatch.setenv(ENV_CONFIG, str(path))
+    status, output = doctor("--source", DOUBLE)
+    assert status == 0
+    assert "ok   generation: g3, seen in 1.3.0rc20 to rc27; mode borrow" in output
+    copy(tmp_path, "g0")
+    status, output = doctor("--source", tmp_path)
+    assert status == 1
+    assert "FAIL generation: g0, seen in 1.2: it is served in mode own, got borrow; expected 1.4" in output
 
 
 def test_an_installed_package_is_found_and_needs_settings(monkeypatch: pytest.MonkeyPatch) -> None:

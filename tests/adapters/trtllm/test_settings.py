@@ -28,8 +28,8 @@ def test_the_template_is_the_defaults(tmp_path: Path) -> None:
 
 
 def test_every_key(tmp_path: Path) -> None:
-    text = "mode: own\nwindow: 24\nbackend: torch\nprecision: bf16\nmax_draft: 5\n"
-    assert loaded(tmp_path, text) == Settings(24, "torch", "bf16", 5)
+    text = "mode: borrow\nwindow: 24\nbackend: torch\nprecision: bf16\nmax_draft: 5\n"
+    assert loaded(tmp_path, text) == Settings(24, "torch", "bf16", 5, "borrow")
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,7 @@ def test_every_key(tmp_path: Path) -> None:
             r"unknown key 'windw' in .*adapter.yaml \(did you mean 'window'\?\): expected one of mode",
         ),
         ("kv_cache_config: {}", "The engine's own settings belong in its own file"),
-        ("mode: borrow", "mode: expected own, got 'borrow'; this release does not have borrow yet"),
-        ("mode: lend", "mode: expected own, got 'lend'$"),
+        ("mode: lend", "mode: expected own or borrow, got 'lend'$"),
         ("window: wide", "adapter.yaml: window: .* got 'wide'"),
         ("window: 4\nmax_draft: 8", "may accept up to 8 tokens but the window is L=4"),
         ("precision: {read: fp16, recurrence: fp16, rounding: stochastic}", "expected rounding 'nearest'"),

@@ -23,6 +23,30 @@ class ReplayStateUpdateMetadata(NamedTuple):
     replay_history_size: int
 
 
+def _advance_replay_state(replay_metadata, state_indices, accepted_tokens, is_dummy_request=None):
+    slots = state_indices.long()
+    counts, buffers = replay_metadata.prev_num_accepted_tokens, replay_metadata.cache_buf_idx
+    count, buffer = counts[slots], buffers[slots]
+    wrote = count + replay_metadata.replay_step_width > replay_metadata.replay_history_size
+    after = torch.where(wrote, 0, count) + accepted_tokens.to(counts.dtype)
+    counts[slots] = torch.where(is_dummy_request, count, after)
+    buffers[slots] = torch.where(is_dummy_request | ~wrote, buffer, 1 - buffer)
+
+
+def _replay_buffers(layers, slots, history_size, heads, head_dim, groups, d_state, dtype):
+    """Both buffers of each slot; what the engine does not zero holds NaN here."""
+    lead = [layers, slots, 2]
+    nan = float("nan")
+    return {
+        "prev_num_accepted_tokens": torch.zeros(slots, dtype=torch.int32),
+        "cache_buf_idx": torch.zeros(slots, dtype=torch.int32),
+        "old_x": torch.full([*lead, history_size, heads, head_dim], nan, dtype=dtype),
+        "old_B": torch.full([*lead, history_size, groups, d_state], nan, dtype=dtype),
+        "old_dt": torch.full([*lead, heads, history_size], nan),
+        "old_dA_cumsum": torch.full([*lead, heads, history_size], nan),
+    }
+
+
 class BaseMambaCacheManager(ABC):
     @abstractmethod
     def get_state_indices(self, *args, **kwargs): ...
@@ -90,6 +114,7 @@ class PythonMambaCacheManager(BaseResourceManager):
         mamba_ssm_stochastic_rounding=False,
     ):
         self.speculative_num_draft_tokens = speculative_num_draft_tokens
+        self.replay_step_width = self.replay_history_size = None
         self._use_replay_state_update = use_replay_state_update
         heads = _local(mapping, num_heads)
         conv_dim = _local(mapping, num_heads * head_dim + 2 * n_groups * d_state)
@@ -105,20 +130,37 @@ class PythonMambaCacheManager(BaseResourceManager):
         if speculative_num_draft_tokens is None:
             self.mamba_cache = self.State(**states)
         else:
-            assert not use_replay_state_update, "the double has no native replay"
             tokens = speculative_num_draft_tokens + 1
+            self.replay_step_width = tokens
+            if use_replay_state_update:
+                self.replay_history_size = max(MIN_REPLAY_HISTORY_SIZE, tokens)
+                kept = _replay_buffers(
+                    len(layers),
+                    max_batch_size,
+                    self.replay_history_size,
+                    heads,
+                    head_dim,
+                    _local(mapping, n_groups),
+                    d_state,
+                    dtype,
+                )
+            else:
+                kept = {
+                    "intermediate_ssm": torch.zeros(
+                        len(layers), spec_state_size, tokens, *state, dtype=ssm_cache_dtype
+                    )
+                }
             self.mamba_cache = self.SpeculativeState(
                 **states,
                 intermediate_conv_window=torch.zeros(
                     len(layers), spec_state_size, tokens, *conv, dtype=dtype
                 ),
-                intermediate_ssm=torch.zeros(
-                    len(layers), spec_state_size, tokens, *state, dtype=ssm_cache_dtype
-                ),
+                **kept,
             )
         self.mamba_cache_free_blocks = list(range(max_batch_size))
         self.mamba_cache_index = {}
         self._dummy_request_ids = set()
+        self._dummy_request_mask = torch.zeros(max_batch_size, dtype=torch.bool)
         self._padding_slot = self.mamba_cache_free_blocks.pop()
         self.intermediate_state_indices = torch.arange(max_batch_size, dtype=torch.int32)
         self._max_resource_count = len(self.mamba_cache_free_blocks)
@@ -131,7 +173,30 @@ class PythonMambaCacheManager(BaseResourceManager):
             if request.py_request_id not in self.mamba_cache_index:
                 if not self.mamba_cache_free_blocks:
                     raise RuntimeError("run out of mamba cache blocks")
-                self.mamba_cache_index[request.py_request_id] = self.mamba_cache_free_blocks.pop()
+                block = self.mamba_cache_free_blocks.pop()
+                self.mamba_cache_index[request.py_request_id] = block
+                self._reset(block)
+
+    def _reset(self, block):
+        metadata = self.get_replay_state_update_metadata()
+        if metadata is not None:
+            metadata.prev_num_accepted_tokens[block] = 0
+            metadata.cache_buf_idx[block] = 0
+
+    def get_replay_state_update_metadata(self):
+        if not self._use_replay_state_update or not self.is_speculative():
+            return None
+        cache = self.mamba_cache
+        return ReplayStateUpdateMetadata(
+            cache.prev_num_accepted_tokens,
+            cache.cache_buf_idx,
+            self.replay_step_width,
+            self.replay_history_size,
+        )
+
+    @property
+    def use_replay_state_update(self):
+        return self.get_replay_state_update_metadata() is not None
 
     def add_dummy_requests(self, request_ids, **kwargs):
         self._dummy_request_ids.update(request_ids)
@@ -143,6 +208,7 @@ class PythonMambaCacheManager(BaseResourceManager):
             self.mamba_cache_index[request_id] = (
                 self._padding_slot if padding else self.mamba_cache_free_blocks.pop()
             )
+            self._reset(self.mamba_cache_index[request_id])
 
     def free_resources(self, request):
         if request.py_request_id not in self.mamba_cache_index:
@@ -154,6 +220,12 @@ class PythonMambaCacheManager(BaseResourceManager):
 
     def get_state_indices(self, request_ids, is_padding):
         assert len(request_ids) == len(is_padding)
+        dummy = [
+            request_id in self._dummy_request_ids or padding
+            for request_id, padding in zip(request_ids, is_padding, strict=True)
+        ]
+        self._dummy_request_mask.zero_()
+        self._dummy_request_mask[: len(dummy)] = torch.tensor(dummy)
         return [self.mamba_cache_index[request_id] for request_id in request_ids]
 
     def is_speculative(self):
@@ -173,7 +245,15 @@ class PythonMambaCacheManager(BaseResourceManager):
         accepted = accepted if accepted_leaf_positions is None else accepted_leaf_positions
         slots, rows = state_indices[first:last].long(), self.intermediate_state_indices[: last - first]
         cache = self.mamba_cache
-        cache.temporal[:, slots] = cache.intermediate_ssm[:, rows, accepted]
+        if self._use_replay_state_update:
+            _advance_replay_state(
+                self.get_replay_state_update_metadata(),
+                slots,
+                num_accepted_tokens[first:last],
+                self._dummy_request_mask[first:last],
+            )
+        else:
+            cache.temporal[:, slots] = cache.intermediate_ssm[:, rows, accepted]
         cache.conv[:, slots] = cache.intermediate_conv_window[:, rows, accepted]
 
 
@@ -238,6 +318,13 @@ class MambaCacheManager(BaseResourceManager, BaseMambaCacheManager):
     def mamba_layer_cache(self, layer_idx):
         return self._impl.mamba_layer_cache(layer_idx)
 
+    def get_replay_state_update_metadata(self):
+        return self._impl.get_replay_state_update_metadata()
+
+    @property
+    def use_replay_state_update(self):
+        return self._impl.use_replay_state_update
+
     def shutdown(self):
         self._impl.shutdown()
 
@@ -280,10 +367,79 @@ class MambaHybridCacheManager(BaseResourceManager, BaseMambaCacheManager):
         if self.spec_config is None:
             return PythonMambaCacheManager.State(**states)
         layer = self.mamba_layer_offsets[layer_idx]
+        if self._use_replay_state_update:
+            kept = {
+                name: getattr(self, name)[layer] for name in ("old_x", "old_B", "old_dt", "old_dA_cumsum")
+            }
+            kept["prev_num_accepted_tokens"] = self.prev_num_accepted_tokens
+            kept["cache_buf_idx"] = self.cache_buf_idx
+        else:
+            kept = {"intermediate_ssm": self.intermediate_ssm_states[layer]}
         return PythonMambaCacheManager.SpeculativeState(
-            **states,
-            intermediate_conv_window=self.intermediate_conv_states[layer],
-            intermediate_ssm=self.intermediate_ssm_states[layer],
+            **states, intermediate_conv_window=self.intermediate_conv_states[layer], **kept
+        )
+
+    def _replay_sizes(self, spec_config, use_replay_state_update, groups, mapping):
+        self._use_replay_state_update = use_replay_state_update
+        replayed = spec_config is not None and use_replay_state_update
+        self.replay_step_width = spec_config.tokens_per_gen_step if replayed else None
+        self.replay_history_size = max(MIN_REPLAY_HISTORY_SIZE, self.replay_step_width) if replayed else None
+        self._n_groups_per_rank = _local(mapping, groups)
+        self.prev_num_accepted_tokens = self.cache_buf_idx = None
+        self.old_x = self.old_B = self.old_dt = self.old_dA_cumsum = None
+        self._dummy_request_mask = None
+
+    def _setup_replay_buffers(self):
+        if self.replay_step_width is None:
+            return
+        slots = self.all_ssm_states[0].shape[0]
+        heads, head_dim, d_state = self.ssm_state_shape
+        buffers = _replay_buffers(
+            self.local_num_mamba_layers,
+            slots,
+            self.replay_history_size,
+            heads,
+            head_dim,
+            self._n_groups_per_rank,
+            d_state,
+            self.conv_state_dtype,
+        )
+        self.prev_num_accepted_tokens = buffers["prev_num_accepted_tokens"]
+        self.cache_buf_idx = buffers["cache_buf_idx"]
+        self.old_x, self.old_B = buffers["old_x"], buffers["old_B"]
+        self.old_dt, self.old_dA_cumsum = buffers["old_dt"], buffers["old_dA_cumsum"]
+        self._dummy_request_mask = torch.zeros(len(self.cuda_state_indices), dtype=torch.bool)
+
+    def _refresh_dummy_request_mask(self, is_dummy):
+        if self._dummy_request_mask is not None:
+            self._dummy_request_mask.zero_()
+            self._dummy_request_mask[: len(is_dummy)] = torch.tensor(is_dummy)
+
+    def _reset_context_mamba_slots(self, num_contexts):
+        if self.prev_num_accepted_tokens is None:
+            return
+        slots = self.cuda_state_indices[:num_contexts].long()
+        self.prev_num_accepted_tokens[slots] = 0
+        self.cache_buf_idx[slots] = 0
+        for buffer in (self.old_x, self.old_B, self.old_dt, self.old_dA_cumsum):
+            buffer[:, slots] = 0
+
+    def get_replay_state_update_metadata(self):
+        if self.prev_num_accepted_tokens is None:
+            return None
+        return ReplayStateUpdateMetadata(
+            self.prev_num_accepted_tokens,
+            self.cache_buf_idx,
+            self.replay_step_width,
+            self.replay_history_size,
+        )
+
+    def _advance(self, num_accepted_tokens, first, last, slots):
+        _advance_replay_state(
+            self.get_replay_state_update_metadata(),
+            slots,
+            num_accepted_tokens[first:last],
+            self._dummy_request_mask[first:last],
         )
 
     @property
@@ -317,11 +473,18 @@ class MambaHybridCacheManager(BaseResourceManager, BaseMambaCacheManager):
             self._request_id_to_is_dummy[request.py_request_id] = request.is_dummy
         self.cuda_state_indices.copy_(self._host_state_indices)
 
-    def _look_up(self, request_ids):
+    def _look_up(self, request_ids, is_padding):
         if self.local_num_mamba_layers == 0:
             return [0] * len(request_ids or [])
         if request_ids is None:
             return self.cuda_state_indices
+        padding = is_padding or [False] * len(request_ids)
+        self._refresh_dummy_request_mask(
+            [
+                self._request_id_to_is_dummy.get(request_id, False) or pad
+                for request_id, pad in zip(request_ids, padding, strict=True)
+            ]
+        )
         return [self._request_id_to_state_index[request_id] for request_id in request_ids]
 
 
@@ -451,10 +614,12 @@ class CppMambaHybridCacheManager(KVCacheManager, MambaHybridCacheManager):
         model_type="nemotron_hybrid",
         **kwargs,
     ):
-        assert not use_replay_state_update, "the double has no native replay"
         self._layers(mamba_num_layers + num_layers, mamba_layer_mask, layer_mask, mapping)
         self.requests = []
-        self._use_replay_state_update = use_replay_state_update
+        self._replay_sizes(spec_config, use_replay_state_update, mamba_n_groups, mapping)
+        self._use_gdn_cached_replay_all_layer_commit = (
+            use_replay_state_update and model_type == "qwen3_next" and self.local_num_mamba_layers > 0
+        )
         self.ssm_state_dtype = mamba_ssm_cache_dtype
         self.conv_state_dtype = mamba_cache_dtype
         self.spec_config = spec_config
@@ -485,6 +650,34 @@ class CppMambaHybridCacheManager(KVCacheManager, MambaHybridCacheManager):
         self._indices(max_batch_size)
         if self.local_num_mamba_layers:
             self._setup_states()
+            self._setup_replay_buffers()
+
+    @property
+    def use_gdn_cached_replay_all_layer_commit(self):
+        return self._use_gdn_cached_replay_all_layer_commit
+
+    def _commit_gdn_cached_replay_history_layers(self, attn_metadata, num_decodes):
+        from tensorrt_llm._torch.modules.fla.cached_replay import (
+            CACHED_REPLAY_PARTITION_MIN_BATCH_SIZE,
+            commit_gdn_cached_replay_history_layers,
+        )
+
+        if (
+            not self._use_gdn_cached_replay_all_layer_commit
+            or num_decodes < CACHED_REPLAY_PARTITION_MIN_BATCH_SIZE
+        ):
+            return
+        mamba_metadata = attn_metadata.mamba_metadata
+        assert mamba_metadata.replay_num_decodes == num_decodes
+        commit_gdn_cached_replay_history_layers(
+            ssm_states=self.all_ssm_states,
+            old_u=self.old_x,
+            old_k=self.old_B,
+            old_G=self.old_dt,
+            replay_work_items=mamba_metadata.replay_work_items[:num_decodes],
+            n_writes=mamba_metadata.replay_n_writes,
+            history_size=self.replay_history_size,
+        )
 
     def _setup_states(self):
         def size(shape, dtype):
@@ -505,6 +698,7 @@ class CppMambaHybridCacheManager(KVCacheManager, MambaHybridCacheManager):
             return
         self.requests = scheduled_batch.context_requests + scheduled_batch.generation_requests
         self._setup_state_indices()
+        self._reset_context_mamba_slots(len(scheduled_batch.context_requests))
 
     def _setup_state_indices(self, requests=None):
         requests = self.requests if requests is None else requests
@@ -524,7 +718,7 @@ class CppMambaHybridCacheManager(KVCacheManager, MambaHybridCacheManager):
         super().free_resources(request, pin_on_release)
 
     def get_state_indices(self, request_ids=None, is_padding=None):
-        return self._look_up(request_ids)
+        return self._look_up(request_ids, is_padding)
 
     def get_max_resource_count(self):
         return self.max_batch_size
@@ -543,7 +737,13 @@ class CppMambaHybridCacheManager(KVCacheManager, MambaHybridCacheManager):
         accepted = accepted if accepted_leaf_positions is None else accepted_leaf_positions
         state_indices = self.get_state_indices() if state_indices is None else state_indices
         slots, rows = state_indices[first:last], self.intermediate_state_indices[: last - first]
-        _promote_mamba_state_triton(self.all_ssm_states, self.intermediate_ssm_states, rows, accepted, slots)
+        if self._use_replay_state_update:
+            self._commit_gdn_cached_replay_history_layers(attn_metadata, last - first)
+            self._advance(num_accepted_tokens, first, last, slots)
+        else:
+            _promote_mamba_state_triton(
+                self.all_ssm_states, self.intermediate_ssm_states, rows, accepted, slots
+            )
         _promote_mamba_state_triton(
             self.all_conv_states, self.intermediate_conv_states, rows, accepted, slots
         )
@@ -581,8 +781,7 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, MambaHybridCacheManager):
         conv_state_layout="x_b_c",
         **kwargs,
     ):
-        assert not use_replay_state_update, "the double has no native replay"
-        self._use_replay_state_update = use_replay_state_update
+        self._replay_sizes(spec_config, use_replay_state_update, mamba_n_groups, mapping)
         self.ssm_state_dtype = mamba_ssm_cache_dtype
         self.conv_state_dtype = mamba_cache_dtype
         self._layers(mamba_num_layers + num_layers, mamba_layer_mask, layer_mask, mapping)
@@ -614,12 +813,15 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, MambaHybridCacheManager):
         self.all_conv_states = [
             self.state_buffer(self.conv_state_dtype, self.conv_state_shape) for _ in layers
         ]
+        if self.local_num_mamba_layers:
+            self._setup_replay_buffers()
 
     def prepare_resources(self, scheduled_batch):
         super().prepare_resources(scheduled_batch)
         if self.local_num_mamba_layers == 0:
             return
         self._setup_state_indices(scheduled_batch.context_requests + scheduled_batch.generation_requests)
+        self._reset_context_mamba_slots(len(scheduled_batch.context_requests))
 
     def _setup_state_indices(self, requests):
         caches = [self.kv_cache_map[request.py_request_id] for request in requests]
@@ -636,7 +838,7 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, MambaHybridCacheManager):
         super().free_resources(request, pin_on_release)
 
     def get_state_indices(self, request_ids=None, is_padding=None):
-        return self._look_up(request_ids)
+        return self._look_up(request_ids, is_padding)
 
     def get_max_resource_count(self):
         return self.max_batch_size
@@ -656,10 +858,13 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, MambaHybridCacheManager):
         accepted = accepted if accepted_leaf_positions is None else accepted_leaf_positions
         state_indices = self.get_state_indices() if state_indices is None else state_indices
         slots, rows = state_indices[first:last], self.intermediate_state_indices[: last - first]
-        for layer, dst in enumerate(self.all_ssm_states):
-            _promote_mamba_state_triton(
-                dst.unsqueeze(0), self.intermediate_ssm_states[layer : layer + 1], rows, accepted, slots
-            )
+        if self._use_replay_state_update:
+            self._advance(num_accepted_tokens, first, last, slots)
+        else:
+            for layer, dst in enumerate(self.all_ssm_states):
+                _promote_mamba_state_triton(
+                    dst.unsqueeze(0), self.intermediate_ssm_states[layer : layer + 1], rows, accepted, slots
+                )
         for layer, dst in enumerate(self.all_conv_states):
             _promote_mamba_state_triton(
                 dst.unsqueeze(0), self.intermediate_conv_states[layer : layer + 1], rows, accepted, slots

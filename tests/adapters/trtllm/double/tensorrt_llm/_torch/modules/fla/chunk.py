@@ -1,7 +1,7 @@
 """The gated delta rule over whole chunks, for prefill and for mixed batches."""
 
 import torch
-from tensorrt_llm._torch.modules.fla.fused_sigmoid_gating_recurrent import delta_scan
+from tensorrt_llm._torch.modules.fla.fused_sigmoid_gating_recurrent import delta_scan, turn, turn_back
 
 
 def chunk_gated_delta_rule(
@@ -28,10 +28,10 @@ def chunk_gated_delta_rule(
         slot = int(initial_state_indices[row]) if inplace_indexed_state_update else row
         query = q[0, chunk] * q.shape[-1] ** -0.5
         state, y = delta_scan(
-            initial_state[slot].float(), query, k[0, chunk], v[0, chunk], g[0, chunk], beta[0, chunk]
+            turn(initial_state[slot]).float(), query, k[0, chunk], v[0, chunk], g[0, chunk], beta[0, chunk]
         )
         out[0, chunk] = y.to(out.dtype)
         if inplace_indexed_state_update:
-            initial_state[slot] = state.to(initial_state.dtype)
-        finals.append(state)
+            initial_state[slot] = turn_back(state).to(initial_state.dtype)
+        finals.append(turn_back(state))
     return out, torch.stack(finals) if output_final_state else None

@@ -1,7 +1,7 @@
 """Verification by a Gated DeltaNet layer, one state kept for each draft token."""
 
 import torch
-from tensorrt_llm._torch.modules.fla.fused_sigmoid_gating_recurrent import delta_scan, unit
+from tensorrt_llm._torch.modules.fla.fused_sigmoid_gating_recurrent import delta_scan, turn, turn_back, unit
 
 
 def fused_recurrent_gated_delta_rule_update(
@@ -23,7 +23,7 @@ def fused_recurrent_gated_delta_rule_update(
 ):
     out = torch.empty(v.shape, dtype=v.dtype) if output is None else output
     for row, slot in enumerate(initial_state_indices.tolist()):
-        state = initial_state_source[slot].float()
+        state = turn(initial_state_source[slot]).float()
         for token in range(q.shape[1]):
             now = slice(token, token + 1)
             query = unit(q[row, now]) * q.shape[-1] ** -0.5
@@ -31,5 +31,5 @@ def fused_recurrent_gated_delta_rule_update(
                 state, query, unit(k[row, now]), v[row, now], g[row, now], beta[row, now].float()
             )
             out[row, token] = y[0].to(out.dtype)
-            intermediate_states_buffer[row, token] = state.to(intermediate_states_buffer.dtype)
+            intermediate_states_buffer[row, token] = turn_back(state).to(intermediate_states_buffer.dtype)
     return out

@@ -3,6 +3,24 @@
 import torch
 import torch.nn.functional as F
 
+TURNED = False
+"""Whether a state lies as `[HV, K, V]` in the memory of `[HV, V, K]`, as in older generations."""
+
+
+def turn(state):
+    """A state or several, from how they lie to `[HV, V, K]` and back."""
+    if not TURNED:
+        return state
+    V, K = state.shape[-2:]
+    return state.flatten(-2).unflatten(-1, (K, V)).transpose(-1, -2)
+
+
+def turn_back(state):
+    if not TURNED:
+        return state
+    V, K = state.shape[-2:]
+    return state.transpose(-1, -2).flatten(-2).unflatten(-1, (V, K))
+
 
 def delta_scan(state, q, k, v, g, beta):
     """State `[HV, V, K]` and outputs of tokens `q`, `k [T, H, K]`, `v [T, HV, V]`, `g`, `beta [T, HV]`."""
@@ -47,9 +65,9 @@ def fused_sigmoid_gating_delta_rule_update(
     for row, slot in enumerate(initial_state_indices.tolist()):
         now = slice(row, row + 1)
         query = unit(q[0, now]) * q.shape[-1] ** -0.5
-        state = initial_state_source[slot].float()
+        state = turn(initial_state_source[slot]).float()
         state, y = delta_scan(state, query, unit(k[0, now]), v[0, now], g[now], beta[now])
-        initial_state_source[slot] = state.to(initial_state_source.dtype)
+        initial_state_source[slot] = turn_back(state).to(initial_state_source.dtype)
         out[0, row] = y[0].to(out.dtype)
     return out
 

@@ -1,6 +1,10 @@
 """A Gated DeltaNet layer; its projections and norm pass through, so `hidden_states` is `[q k v | b | a]`."""
 
 import torch
+from tensorrt_llm._torch.modules.fla.cached_replay import (
+    CACHED_REPLAY_PARTITION_MIN_BATCH_SIZE,
+    fused_recurrent_gated_delta_rule_cached_replay_update,
+)
 from tensorrt_llm._torch.modules.fla.chunk import chunk_gated_delta_rule
 from tensorrt_llm._torch.modules.fla.fused_recurrent import fused_recurrent_gated_delta_rule_update
 from tensorrt_llm._torch.modules.fla.fused_sigmoid_gating_recurrent import (
@@ -62,6 +66,9 @@ class Qwen3NextGatedDeltaNet(nn.Module):
         is_target_verify = (
             num_decodes > 0 and spec_metadata is not None and attn_metadata.kv_cache_manager.is_speculative()
         )
+        manager = attn_metadata.kv_cache_manager
+        use_replay = is_target_verify and getattr(manager, "use_replay_state_update", False)
+        partitioned = use_replay and num_decodes >= CACHED_REPLAY_PARTITION_MIN_BATCH_SIZE
         kwargs = {
             "mixed_qkv": mixed_qkv,
             "a": a,
@@ -77,7 +84,13 @@ class Qwen3NextGatedDeltaNet(nn.Module):
             "state_indices_d": state_indices_d,
             "num_prefill": num_prefills,
             "num_decodes": num_decodes,
-            "use_replay": False,
+            "use_replay": use_replay,
+            "replay_metadata": manager.get_replay_state_update_metadata() if use_replay else None,
+            "layer_cache": layer_cache,
+            "replay_work_items": mamba_metadata.replay_work_items[:num_decodes] if partitioned else None,
+            "replay_n_writes": mamba_metadata.replay_n_writes if partitioned else None,
+            "use_cached_replay_all_layer_commit": num_decodes >= CACHED_REPLAY_PARTITION_MIN_BATCH_SIZE
+            and getattr(manager, "use_gdn_cached_replay_all_layer_commit", False),
         }
         return (self.forward_extend if num_prefills > 0 else self.forward_decode)(
             conv_states,
@@ -112,6 +125,52 @@ class Qwen3NextGatedDeltaNet(nn.Module):
         )
         return mixed_qkv.transpose(1, 2).reshape(len(slots), draft_token_num, -1)
 
+    def _replay_verify_recurrent(
+        self,
+        query,
+        key,
+        value,
+        a,
+        b,
+        ssm_states,
+        state_indices_d,
+        num_decodes,
+        draft_token_num,
+        replay_metadata,
+        layer_cache,
+        replay_work_items,
+        replay_n_writes,
+        output_d=None,
+        packed_qkv=None,
+        use_all_layer_commit=False,
+    ):
+        assert draft_token_num == replay_metadata.replay_step_width, "no dynamic draft length yet"
+        return fused_recurrent_gated_delta_rule_cached_replay_update(
+            q=query,
+            k=key,
+            v=value,
+            g=a,
+            beta=b,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            launch_with_pdl=True,
+            ssm_states=ssm_states,
+            state_indices=state_indices_d[:num_decodes],
+            old_u=layer_cache.old_x,
+            old_k=layer_cache.old_B,
+            old_G=layer_cache.old_dt,
+            old_beta=layer_cache.old_dA_cumsum,
+            cache_buf_idx=layer_cache.cache_buf_idx,
+            prev_num_accepted_tokens=layer_cache.prev_num_accepted_tokens,
+            history_size=replay_metadata.replay_history_size,
+            replay_work_items=replay_work_items,
+            n_writes=replay_n_writes,
+            use_qk_l2norm_in_kernel=True,
+            packed_qkv=packed_qkv,
+            use_all_layer_commit=use_all_layer_commit,
+            output=output_d,
+        )
+
     def _snapshot_verify(self, query, key, value, a, b, ssm_states, slots, intermediate_ssm_states):
         g, beta = gates(self.A_log, a, self.dt_bias, b)
         return fused_recurrent_gated_delta_rule_update(
@@ -145,13 +204,35 @@ class Qwen3NextGatedDeltaNet(nn.Module):
         if is_target_verify:
             draft_token_num = spec_metadata.runtime_draft_len + 1
             assert mixed_qkv.shape[0] == num_decodes * draft_token_num
-            assert intermediate_ssm_states is not None
+            assert kwargs.get("use_replay", False) or intermediate_ssm_states is not None
             mixed_qkv = self._convolve_drafts(
                 mixed_qkv, conv_states, cache_indices, intermediate_conv_states, draft_token_num
             )
             query, key, value = self._split(mixed_qkv)
             a, b = (x.reshape(num_decodes, draft_token_num, -1) for x in (a, b))
-            if _can_use_flashinfer_gdn_verify(ssm_states, self.head_k_dim, self.head_v_dim, draft_token_num):
+            output_d = None if output is None else output.view(query.shape[:2] + value.shape[2:])
+            if kwargs.get("use_replay", False):
+                out = self._replay_verify_recurrent(
+                    query,
+                    key,
+                    value,
+                    a,
+                    b,
+                    ssm_states,
+                    cache_indices,
+                    num_decodes,
+                    draft_token_num,
+                    kwargs.get("replay_metadata"),
+                    kwargs.get("layer_cache"),
+                    kwargs.get("replay_work_items"),
+                    kwargs.get("replay_n_writes"),
+                    output_d,
+                    packed_qkv=mixed_qkv,
+                    use_all_layer_commit=kwargs.get("use_cached_replay_all_layer_commit", False),
+                )
+            elif _can_use_flashinfer_gdn_verify(
+                ssm_states, self.head_k_dim, self.head_v_dim, draft_token_num
+            ):
                 out = _flashinfer_gdn_verify(
                     A_log=self.A_log,
                     a=a,
@@ -167,7 +248,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
                     intermediate_states_buffer=intermediate_ssm_states[:num_decodes],
                     scale=self.head_k_dim**-0.5,
                     use_qk_l2norm_in_kernel=True,
-                    output=None if output is None else output.view(query.shape[:2] + value.shape[2:]),
+                    output=output_d,
                 )
             else:
                 out = self._snapshot_verify(
@@ -248,7 +329,28 @@ class Qwen3NextGatedDeltaNet(nn.Module):
             )
             query_d, key_d, value_d = self._split(mixed_d)
             a_d, b_d = (x[tokens_p:].reshape(num_decodes, draft_token_num, -1) for x in (a, b))
-            if _can_use_flashinfer_gdn_verify(ssm_states, self.head_k_dim, self.head_v_dim, draft_token_num):
+            output_d = None if output is None else output[:, tokens_p:].view(value_d.shape)
+            if kwargs.get("use_replay", False):
+                out_d = self._replay_verify_recurrent(
+                    query_d,
+                    key_d,
+                    value_d,
+                    a_d,
+                    b_d,
+                    ssm_states,
+                    slots_d,
+                    num_decodes,
+                    draft_token_num,
+                    kwargs.get("replay_metadata"),
+                    kwargs.get("layer_cache"),
+                    kwargs.get("replay_work_items"),
+                    kwargs.get("replay_n_writes"),
+                    output_d,
+                    use_all_layer_commit=kwargs.get("use_cached_replay_all_layer_commit", False),
+                )
+            elif _can_use_flashinfer_gdn_verify(
+                ssm_states, self.head_k_dim, self.head_v_dim, draft_token_num
+            ):
                 out_d = _flashinfer_gdn_verify(
                     A_log=self.A_log,
                     a=a_d,
@@ -264,7 +366,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
                     intermediate_states_buffer=intermediate_ssm_states[:num_decodes],
                     scale=self.head_k_dim**-0.5,
                     use_qk_l2norm_in_kernel=True,
-                    output=None if output is None else output[:, tokens_p:].view(value_d.shape),
+                    output=output_d,
                 )
             else:
                 out_d = self._snapshot_verify(

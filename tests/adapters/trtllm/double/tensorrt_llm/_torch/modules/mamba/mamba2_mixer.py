@@ -8,6 +8,7 @@ from tensorrt_llm._torch.modules.mamba.causal_conv1d import causal_conv1d_fn, ca
 from tensorrt_llm._torch.modules.mamba.causal_conv1d_triton import (
     causal_conv1d_update as causal_conv1d_update_triton,
 )
+from tensorrt_llm._torch.modules.mamba.replay_selective_state_update import replay_selective_state_update
 from tensorrt_llm._torch.modules.mamba.selective_state_update import scan
 from tensorrt_llm._torch.modules.mamba.selective_state_update import (
     selective_state_update as selective_state_update_native,
@@ -102,7 +103,11 @@ class Mamba2Mixer(nn.Module):
             is_target_verify = attn_metadata.kv_cache_manager.is_speculative() and spec_metadata is not None
             rows = torch.arange(num_decodes, dtype=torch.int32)
             if is_target_verify:
+                use_replay = getattr(attn_metadata.kv_cache_manager, "use_replay_state_update", False)
                 draft_token_num = spec_metadata.runtime_draft_len + 1
+                if use_replay:
+                    metadata = attn_metadata.kv_cache_manager.get_replay_state_update_metadata()
+                    assert draft_token_num == metadata.replay_step_width, "no dynamic draft length yet"
                 xbc_d = causal_conv1d_update_triton(
                     xbc_d.reshape(num_decodes, draft_token_num, -1).transpose(1, 2),
                     conv_states,
@@ -124,11 +129,37 @@ class Mamba2Mixer(nn.Module):
                     conv_state_indices=state_indices_d,
                 )
             x_d, B_d, C_d = self._split(xbc_d)
-            dt_d = dt_d.float()[:, :, None].expand(-1, -1, self.head_dim)
+            # The replay kernel takes dt as it comes.
+            dt_d = dt_d if is_target_verify and use_replay else dt_d.float()
+            dt_d = dt_d[:, :, None].expand(-1, -1, self.head_dim)
             A, dt_bias, D = self._A_expanded, self._dt_bias_expanded, self._D_expanded
             if is_target_verify:
                 lead = (num_decodes, draft_token_num)
                 x_d, dt_d, B_d, C_d = (value.unflatten(0, lead) for value in (x_d, dt_d, B_d, C_d))
+            if is_target_verify and use_replay:
+                replay_selective_state_update(
+                    ssm_states,
+                    layer_cache.old_x,
+                    layer_cache.old_B,
+                    layer_cache.old_dt,
+                    layer_cache.old_dA_cumsum,
+                    layer_cache.cache_buf_idx,
+                    layer_cache.prev_num_accepted_tokens,
+                    x_d,
+                    dt_d,
+                    A,
+                    B_d,
+                    C_d,
+                    D=D,
+                    dt_bias=dt_bias,
+                    dt_softplus=self.delta_softplus,
+                    state_batch_indices=state_indices_d,
+                    out=out_d.view(*lead, self.tp_nheads, self.head_dim),
+                    n_writes=mamba_metadata.replay_n_writes,
+                    replay_work_items=mamba_metadata.replay_work_items[:num_decodes],
+                    launch_with_pdl=True,
+                )
+            elif is_target_verify:
                 x_d, B_d, C_d = (value.contiguous() for value in (x_d, B_d, C_d))
                 self.selective_state_update_func(
                     ssm_states,

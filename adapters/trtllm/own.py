@@ -1,91 +1,106 @@
-"""The functions that wrap TensorRT-LLM's: each takes the original first, and leaves all others' work to it.
+"""Mode `own`: the functions that wrap TensorRT-LLM's where rings and cursors are the adapter's.
 
-`contract` says which function wraps what and why. A manager of states has rings only where it was made while
-the adapter was active; without them every hook here is the original and nothing else.
+Each takes the original first, and leaves all others' work to it. `targets` says which function wraps what
+and why. A manager of states has rings only where it was made while the adapter was active; without them every
+hook here is the original and nothing else.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from replayssm.adapters.trtllm import decode
+from replayssm.adapters.trtllm.managers import (
+    RULES,
+    Original,
+    bind,
+    groups_of,
+    is_dummy,
+    ring_layout,
+    rule_of,
+    scheduled,
+    slots_of,
+    step_tokens,
+)
+from replayssm.adapters.trtllm.probe import states_are_turned
 from replayssm.adapters.trtllm.refusals import Incompatible, refuse_manager, refuse_mixer
 from replayssm.adapters.trtllm.rings import Rings
-from replayssm.adapters.trtllm.served import RINGS, layer_of, rings_of, run, running
+from replayssm.adapters.trtllm.served import (
+    RECORDS,
+    Layer,
+    active,
+    built,
+    layer_of,
+    measure,
+    rings_of,
+    run,
+    running,
+    unmeasured,
+)
 from replayssm.adapters.trtllm.settings import Settings
-from replayssm.core.geometry import LayerGeometry, Rule
-from replayssm.core.layout import RingLayout
+from replayssm.core.geometry import Rule
 from replayssm.core.precision import parse_format
 from replayssm.kernels.registry import resolve
 
 logger = logging.getLogger(__name__)
 
-Original = Callable[..., Any]
-
-RULES = {
-    "nemotron_hybrid": Rule.MAMBA2,
-    "qwen3_next": Rule.GDN,
-    "x_b_c": Rule.MAMBA2,
-    "q_k_v": Rule.GDN,
-}
-"""Rule by the engine's name of a model's kind, or of the order in its convolution's state."""
-
 _NO_SNAPSHOTS = "_replayssm_no_snapshots"
-_active: list[Settings] = []
-
-
-def activate(settings: Settings | None) -> None:
-    """Give managers that are made from now on rings with `settings`; `None`: no rings."""
-    _active[:] = [] if settings is None else [settings]
 
 
 # Managers of states.
 
 
+def estimation(original: Original, self: Any) -> bool:
+    """Whether the engine will measure its memory before it sizes its pool."""
+    measured = bool(original(self))
+    measure(measured)
+    return measured
+
+
 def hybrid_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
     """Rings beside the states in the C++ pool or in the pages of V2."""
-    bound = _bind(original, self, args, given)
+    bound = bind(original, self, args, given)
     if bound["is_draft"]:
         original(self, *args, **given)
         return
-    (settings,) = _active
-    spec = bound["spec_config"]
-    tokens = 1 if spec is None else int(spec.tokens_per_gen_step)
+    settings = active()
+    tokens = step_tokens(bound)
     refuse_manager(bound, tokens, bound["mamba_n_groups"])
     setattr(self, _NO_SNAPSHOTS, True)
     original(self, *args, **{**given, "use_replay_state_update": False})
     if self.local_num_mamba_layers == 0:
         return
-    rule = RULES[bound.get("conv_state_layout") or bound["model_type"]]
     mapping = bound["mapping"]
-    _give_rings(
-        self, settings, rule, list(self.all_ssm_states), _groups(mapping, bound["mamba_n_groups"]),
-        bound["mamba_cache_dtype"], tokens, bound["max_batch_size"] * mapping.pp_size,
-        len(self.cuda_state_indices),
+    give_rings(
+        self, settings, rule_of(bound), list(self.all_ssm_states),
+        groups_of(mapping, bound["mamba_n_groups"]), bound["mamba_cache_dtype"], tokens,
+        bound["max_batch_size"] * mapping.pp_size, len(self.cuda_state_indices),
     )  # fmt: skip
 
 
 def mixed_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
     """Refuse what cannot work where that is known; the manager in Python inside gets the rings."""
-    bound = _bind(original, self, args, given)
+    bound = bind(original, self, args, given)
     if not bound["is_draft"]:
-        spec = bound["spec_config"]
-        tokens = 1 if spec is None else int(spec.tokens_per_gen_step)
-        refuse_manager(bound, tokens, bound["mamba_n_groups"])
+        refuse_manager(bound, step_tokens(bound), bound["mamba_n_groups"])
     original(self, *args, **given)
+    inner = self._impl
+    if not bound["is_draft"] and inner.mamba_layer_offsets and rings_of(self) is None:
+        raise Incompatible(
+            f"replayssm: the states are with a {type(inner).__name__}: expected a PythonMambaCacheManager; "
+            "unset TRTLLM_USE_CPP_MAMBA, or leave replayssm out"
+        )
 
 
 def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
     """Rings beside the states of the manager in Python, which keeps the windows of drafts and no states."""
-    bound = _bind(original, self, args, given)
-    (settings,) = _active
+    bound = bind(original, self, args, given)
+    settings = active()
     drafts = bound["speculative_num_draft_tokens"]
     tokens = 1 if drafts is None else int(drafts) + 1
     refuse_manager(bound, tokens, bound["n_groups"])
@@ -96,9 +111,9 @@ def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     if drafts is not None:
         nothing = cache.temporal.new_empty(len(cache.temporal), 0)
         self.mamba_cache = replace(cache, intermediate_ssm=nothing)
-    _give_rings(
+    give_rings(
         self, settings, RULES[bound["model_type"]], list(cache.temporal),
-        _groups(bound["mapping"], bound["n_groups"]), bound["dtype"], tokens, self._max_resource_count,
+        groups_of(bound["mapping"], bound["n_groups"]), bound["dtype"], tokens, self._max_resource_count,
         len(self.intermediate_state_indices),
     )  # fmt: skip
 
@@ -121,23 +136,7 @@ def without_snapshots(original: Original, self: Any, spec_config: Any, max_batch
         self.intermediate_ssm_states = windows.new_empty(len(windows), 0)
 
 
-def _bind(original: Original, self: Any, args: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, defaults and the contents of `**kwargs` too."""
-    signature = inspect.signature(original)
-    bound = signature.bind(self, *args, **given)
-    bound.apply_defaults()
-    flat = dict(bound.arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            flat |= flat.pop(name)
-    return flat
-
-
-def _groups(mapping: Any, groups: int) -> int:
-    return groups if mapping.enable_attention_dp else groups // int(mapping.tp_size)
-
-
-def _give_rings(
+def give_rings(
     manager: Any,
     settings: Settings,
     rule: Rule,
@@ -148,29 +147,34 @@ def _give_rings(
     requests: int,
     batch: int,
 ) -> None:
-    stored = parse_format(states[0].dtype)
-    if settings.precision not in (None, stored):
+    """Rings beside a manager's states.
+
+    Args:
+        manager: it.
+        settings: the adapter's.
+        rule: of its layers.
+        states: per layer.
+        groups: key heads of this rank.
+        activations: dtype of what layers record.
+        tokens: T of its steps at most.
+        requests: that decode at a time, at most.
+        batch: rows of a step at most.
+    """
+    if unmeasured():
         raise Incompatible(
-            f"replayssm: precision {settings.precision} was asked for, and the engine's states are {stored}: "
-            "set kv_cache_config.mamba_ssm_cache_dtype in its own file to the same format, or leave one out"
+            "replayssm: the engine does not measure its memory before it sizes its pool, so rings would not "
+            "be in its budget: leave TRTLLM_SKIP_KV_CACHE_ESTIMATION=1 and attn_backend VANILLA out, or "
+            "leave replayssm out"
         )
-    if settings.max_draft is not None and settings.max_draft < tokens:
-        raise Incompatible(
-            f"replayssm: max_draft {settings.max_draft}, and the engine's steps have {tokens} tokens: "
-            f"expected at least {tokens}; raise it or leave it out"
-        )
+    layout = ring_layout(settings, rule, states[0], groups, activations, tokens, settings.window)
     backend = resolve(settings.backend, states[0].device).__name__.rpartition(".")[2]
-    HV, V, K = states[0].shape[1:]
-    geometry = LayerGeometry(rule, HV, groups, V, K)
-    try:
-        layout = RingLayout(geometry, settings.window, tokens, activations)
-    except ValueError as error:
-        raise Incompatible(f"replayssm: {error}; window is in adapter.yaml") from None
-    rings = Rings(layout, states, requests, batch, settings.backend)
-    setattr(manager, RINGS, rings)
+    turned = rule is Rule.GDN and rule in built and states_are_turned(built[rule], layout, states[0])
+    rings = Rings(layout, states, requests, batch, settings.backend, turned)
+    setattr(manager, RECORDS, rings)
     logger.warning(
         "replayssm: %d %s layers, %s; %s; window %d, %d tokens a step; state %s; rings %.2f GB, %d requests",
-        len(states), rule, type(manager).__name__, backend, layout.window, tokens, stored,
+        len(states), rule, type(manager).__name__, backend, layout.window, tokens,
+        parse_format(states[0].dtype),
         rings.bytes / (1 << 30), requests,
     )  # fmt: skip
 
@@ -183,11 +187,7 @@ def prepare(original: Original, self: Any, scheduled_batch: Any) -> Any:
     result = original(self, scheduled_batch)
     rings = rings_of(self)
     if rings is not None:
-        rings.begin(
-            [request.py_request_id for request in scheduled_batch.context_requests],
-            [r.py_request_id for r in scheduled_batch.generation_requests if not r.is_dummy],
-            _slots(self),
-        )
+        rings.begin(*scheduled(scheduled_batch), slots_of(self))
     return result
 
 
@@ -205,7 +205,7 @@ def place(original: Original, self: Any, request_ids: Any = None, is_padding: An
     rings = rings_of(self)
     if rings is not None and request_ids is not None:
         padding = is_padding or [False] * len(request_ids)
-        pads = [pad or _is_dummy(self, each) for each, pad in zip(request_ids, padding, strict=True)]
+        pads = [pad or is_dummy(self, each) for each, pad in zip(request_ids, padding, strict=True)]
         rings.place(request_ids, pads)
     return indices
 
@@ -213,40 +213,18 @@ def place(original: Original, self: Any, request_ids: Any = None, is_padding: An
 def suspend(original: Original, self: Any, req: Any) -> Any:
     """A state that goes to the host is current; the request gets a new ring when it returns."""
     rings = rings_of(self)
-    slot = None if rings is None else _slots(self).get(req.py_request_id)
+    slot = None if rings is None else slots_of(self).get(req.py_request_id)
     if rings is not None and slot is not None:
-        _wait(rings)
+        rings.wait()
         rings.retire({req.py_request_id: slot})
-        _wait(rings)
+        rings.wait()
     return original(self, req)
 
 
 def shut_down(original: Original, self: Any) -> Any:
     """Rings go before the pool that their states are views of."""
-    self.__dict__.pop(RINGS, None)
+    self.__dict__.pop(RECORDS, None)
     return original(self)
-
-
-def _slots(manager: Any) -> dict[int, int]:
-    """The slot of each request's state."""
-    slots: dict[int, int] = (
-        manager._request_id_to_state_index
-        if hasattr(manager, "_request_id_to_state_index")
-        else manager.mamba_cache_index
-    )
-    return slots
-
-
-def _is_dummy(manager: Any, request_id: int) -> bool:
-    if hasattr(manager, "_request_id_to_is_dummy"):
-        return bool(manager._request_id_to_is_dummy.get(request_id, False))
-    return request_id in manager._dummy_request_ids
-
-
-def _wait(rings: Rings) -> None:
-    """The engine copies on streams of its own, and the last step may still run on another."""
-    if rings.rows.is_cuda:
-        torch.cuda.synchronize(rings.rows.device)
 
 
 # Layers.
@@ -280,10 +258,10 @@ def mamba2_forward(
             "it; pass --custom_module_dirs, which is read before models are made"
         )
     layer.rings.rates[layer.number] = self.A
-    _begin_layer(layer)
+    begin_layer(layer)
     with run(layer):
         out = original(self, hidden_states, attn_metadata, mamba_metadata, spec_metadata, *args, **given)
-    _end_layer(layer, attn_metadata, mamba_metadata)
+    end_layer(layer, attn_metadata, mamba_metadata.state_indices)
     return out
 
 
@@ -322,24 +300,32 @@ def gdn_forward(
     *args: Any,
     **given: Any,
 ) -> Any:
-    """Say which layer runs; the cursors move after the last.
-
-    Without speculation the engine sends the rows of a mixed batch together through its prefill kernel, on the
-    states of the pool: they are made current before the first layer, and nothing is left to commit.
-    """
+    """Say which layer runs; the cursors move after the last."""
     inputs = (self, mixed_qkv, a, b, attn_metadata, mamba_metadata, spec_metadata)
     layer = layer_of(self.layer_idx, attn_metadata, spec_metadata)
     if layer is None:
         return original(*inputs, *args, **given)
-    _begin_layer(layer)
+    forward = functools.partial(original, *inputs, *args, **given)
+    return run_gdn(layer, forward, attn_metadata, mamba_metadata.state_indices)
+
+
+def run_gdn(layer: Layer[Rings], forward: Original, attn_metadata: Any, slots: torch.Tensor) -> Any:
+    """Run a Gated DeltaNet layer by `forward`; `slots` are those of the batch's rows.
+
+    Without speculation the engine sends the rows of a mixed batch together through its prefill kernel, on the
+    states of the pool: they are made current before the first layer, and nothing is left to commit.
+    """
+    begin_layer(layer)
     mixed = layer.first > 0 and layer.decodes > 0 and not layer.verify
+    rows = slice(layer.first, layer.first + layer.decodes)
     if mixed and layer.number == 0:
-        rows = slice(layer.first, layer.first + layer.decodes)
-        layer.rings.flush(mamba_metadata.state_indices[rows], layer.rings.rows[rows])
+        layer.rings.hand_over(slots[rows], layer.rings.rows[rows])
     with run(layer):
-        out = original(*inputs, *args, **given)
+        out = forward()
     if not mixed:
-        _end_layer(layer, attn_metadata, mamba_metadata)
+        end_layer(layer, attn_metadata, slots)
+    elif layer.last:
+        layer.rings.take_back(slots[rows], layer.rings.rows[rows])
     return out
 
 
@@ -349,7 +335,7 @@ def gdn_decode(original: Original, **given: Any) -> Any:
     if layer is None:
         return original(**given)
     q, k, v, a, b = (given[name] for name in ("q", "k", "v", "a", "b"))
-    output = given["output"]
+    output = given.get("output")
     out = decode.gdn(
         layer, q[0].unsqueeze(1), k[0].unsqueeze(1), v[0].unsqueeze(1), a.unsqueeze(1), b.unsqueeze(1),
         given["A_log"], given["dt_bias"], given["initial_state_indices"],
@@ -384,7 +370,12 @@ def gdn_verify(original: Original, **given: Any) -> Any:
     )
 
 
-def _begin_layer(layer: Any) -> None:
+def begin_layer(layer: Layer[Rings]) -> None:
+    """A worker that ends a verification by another road is found at the next step.
+
+    Raises:
+        Incompatible: drafts were verified and not committed.
+    """
     if layer.number == 0 and layer.rings.drafts:
         raise Incompatible(
             f"replayssm: drafts of {layer.rings.drafts} tokens were verified and never committed: expected "
@@ -392,7 +383,7 @@ def _begin_layer(layer: Any) -> None:
         )
 
 
-def _end_layer(layer: Any, attn_metadata: Any, mamba_metadata: Any) -> None:
+def end_layer(layer: Layer[Rings], attn_metadata: Any, slots: torch.Tensor) -> None:
     """Without drafts every token is accepted, and no worker says so: a step of one token ends here."""
     if not layer.last or layer.decodes == 0:
         return
@@ -401,7 +392,7 @@ def _end_layer(layer: Any, attn_metadata: Any, mamba_metadata: Any) -> None:
     elif layer.rings.drafts == 1:
         one = torch.ones(attn_metadata.num_seqs, dtype=torch.int32, device=layer.rings.rows.device)
         attn_metadata.kv_cache_manager.update_mamba_states(
-            attn_metadata=attn_metadata, num_accepted_tokens=one, state_indices=mamba_metadata.state_indices
+            attn_metadata=attn_metadata, num_accepted_tokens=one, state_indices=slots
         )
 
 
@@ -414,11 +405,12 @@ def update_states(
     attn_metadata: Any,
     num_accepted_tokens: torch.Tensor,
     state_indices: torch.Tensor | None = None,
-    accepted_leaf_positions: torch.Tensor | None = None,
+    *leaves: torch.Tensor | None,
+    **given: torch.Tensor | None,
 ) -> Any:
     """Roll the convolution's states back as the engine does, and move the cursors by what was accepted."""
-    result = original(self, attn_metadata, num_accepted_tokens, state_indices, accepted_leaf_positions)
-    _commit_drafts(self, attn_metadata, num_accepted_tokens, accepted_leaf_positions)
+    result = original(self, attn_metadata, num_accepted_tokens, state_indices, *leaves, **given)
+    _commit_drafts(self, attn_metadata, num_accepted_tokens, (*leaves, *given.values()))
     return result
 
 
@@ -428,17 +420,18 @@ def update_python_states(
     attn_metadata: Any,
     num_accepted_tokens: torch.Tensor,
     state_indices: torch.Tensor,
-    accepted_leaf_positions: torch.Tensor | None = None,
+    *leaves: torch.Tensor | None,
+    **given: torch.Tensor | None,
 ) -> Any:
     """As `update_states`; the manager in Python rolls states and windows back in one compiled function."""
     if rings_of(self) is None:
-        return original(self, attn_metadata, num_accepted_tokens, state_indices, accepted_leaf_positions)
+        return original(self, attn_metadata, num_accepted_tokens, state_indices, *leaves, **given)
     first, last = attn_metadata.num_contexts, attn_metadata.num_seqs
     slots, rows = state_indices[first:last].long(), self.intermediate_state_indices[: last - first].long()
     accepted = (num_accepted_tokens[first:last] - 1).long()
     cache = self.mamba_cache
     cache.conv[:, slots] = cache.intermediate_conv_window[:, rows, accepted]
-    _commit_drafts(self, attn_metadata, num_accepted_tokens, accepted_leaf_positions)
+    _commit_drafts(self, attn_metadata, num_accepted_tokens, (*leaves, *given.values()))
     return None
 
 
@@ -451,12 +444,12 @@ def promote(
 
 
 def _commit_drafts(
-    manager: Any, attn_metadata: Any, accepted: torch.Tensor, leaves: torch.Tensor | None
+    manager: Any, attn_metadata: Any, accepted: torch.Tensor, leaves: tuple[torch.Tensor | None, ...]
 ) -> None:
     rings = rings_of(manager)
     if rings is None or rings.drafts == 0:
         return
-    if leaves is not None:
+    if any(each is not None for each in leaves):
         raise Incompatible("replayssm: a draft tree was verified; expected drafts in a chain")
     first, last = attn_metadata.num_contexts, attn_metadata.num_seqs
     rings.commit(first, last - first, rings.drafts, accepted[first:last].int())

@@ -1,0 +1,111 @@
+"""What the engine's managers of states are made with, and what they say of a batch: read, never changed.
+
+Both modes' hooks read managers by these functions alone. Nothing here knows rings or layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from replayssm.adapters.trtllm.refusals import Incompatible
+from replayssm.adapters.trtllm.settings import Settings
+from replayssm.core.geometry import LayerGeometry, Rule
+from replayssm.core.layout import RingLayout
+from replayssm.core.precision import parse_format
+
+Original = Callable[..., Any]
+
+RULES = {
+    "nemotron_hybrid": Rule.MAMBA2,
+    "qwen3_next": Rule.GDN,
+    "x_b_c": Rule.MAMBA2,
+    "q_k_v": Rule.GDN,
+}
+"""Rule by the engine's name of a model's kind, or of the order in its convolution's state."""
+
+
+def bind(original: Original, self: Any, args: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, defaults and the contents of `**kwargs` too."""
+    signature = inspect.signature(original)
+    bound = signature.bind(self, *args, **given)
+    bound.apply_defaults()
+    flat = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            flat |= flat.pop(name)
+    return flat
+
+
+def rule_of(bound: dict[str, Any]) -> Rule:
+    """The rule of a manager's layers, by the arguments it was made with."""
+    return RULES[bound.get("conv_state_layout") or bound["model_type"]]
+
+
+def step_tokens(bound: dict[str, Any]) -> int:
+    """T of the steps that the arguments ask for."""
+    spec = bound["spec_config"]
+    return 1 if spec is None else int(spec.tokens_per_gen_step)
+
+
+def groups_of(mapping: Any, groups: int) -> int:
+    """Key heads of this rank."""
+    return groups if mapping.enable_attention_dp else groups // int(mapping.tp_size)
+
+
+def ring_layout(
+    settings: Settings,
+    rule: Rule,
+    state: torch.Tensor,
+    groups: int,
+    activations: torch.dtype,
+    tokens: int,
+    window: int,
+) -> RingLayout:
+    """The rings of a layer with states like `state`.
+
+    Raises:
+        Incompatible: the settings don't fit the engine's.
+    """
+    stored = parse_format(state.dtype)
+    if settings.precision not in (None, stored):
+        raise Incompatible(
+            f"replayssm: precision {settings.precision} was asked for, and the engine's states are {stored}: "
+            "set kv_cache_config.mamba_ssm_cache_dtype in its own file to the same format, or leave one out"
+        )
+    if settings.max_draft is not None and settings.max_draft < tokens:
+        raise Incompatible(
+            f"replayssm: max_draft {settings.max_draft}, and the engine's steps have {tokens} tokens: "
+            f"expected at least {tokens}; raise it or leave it out"
+        )
+    HV, V, K = state.shape[1:]
+    try:
+        return RingLayout(LayerGeometry(rule, HV, groups, V, K), window, tokens, activations)
+    except ValueError as error:
+        raise Incompatible(f"replayssm: {error}; window is in adapter.yaml") from None
+
+
+def slots_of(manager: Any) -> dict[int, int]:
+    """The slot of each request's state."""
+    slots: dict[int, int] = (
+        manager._request_id_to_state_index
+        if hasattr(manager, "_request_id_to_state_index")
+        else manager.mamba_cache_index
+    )
+    return slots
+
+
+def is_dummy(manager: Any, request_id: int) -> bool:
+    """Whether a request only fills a batch."""
+    if hasattr(manager, "_request_id_to_is_dummy"):
+        return bool(manager._request_id_to_is_dummy.get(request_id, False))
+    return request_id in manager._dummy_request_ids
+
+
+def scheduled(batch: Any) -> tuple[list[int], list[int]]:
+    """Requests of a scheduled batch: those with prompts, and those that decode, without dummies."""
+    prompts = [request.py_request_id for request in batch.context_requests]
+    return prompts, [r.py_request_id for r in batch.generation_requests if not r.is_dummy]
