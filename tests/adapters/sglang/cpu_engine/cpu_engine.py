@@ -43,6 +43,11 @@ def register() -> None:
     cpu_speculation.register(replace)
     cpu_transfer.register()
     cpu_disaggregation.register()
+    ranks = import_module("sglang.srt.layers.dp_attention")
+    ranks.memcpy_func = ranks.memcpy_cpu
+    group = import_module("sglang.srt.distributed.parallel_state").GroupCoordinator
+    group.all_gather_into_tensor = group._all_gather_into_tensor
+    group.reduce_scatter_tensor = group._reduce_scatter_tensor
     torch_attention = import_module("sglang.srt.layers.attention.torch_native_backend")
     torch_attention.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     # A CPU has no pinned memory.
