@@ -3,8 +3,8 @@
     python engine_run.py MODEL OPTIONS
 
 OPTIONS are JSON: keyword arguments of SGLang's `Engine`; `scale`, by which outputs are longer; and `prompts`,
-in the place of those that are made here, which come with a room each, for servers that share the work. Prints
-one line `RESULT {...}`: of each request the prompt, the output tokens, the logarithms of their probabilities,
+in the place of those that are made here, which servers that share the work get with a room each. Prints one
+line `RESULT {...}`: of each request the prompt, the output tokens, the logarithms of their probabilities,
 how many tokens the prefix cache had, how many of them on the host, and with speculation in how many steps it
 was verified.
 """
@@ -30,6 +30,7 @@ def main(model: str, options: dict[str, Any]) -> None:
 
     scale = float(options.pop("scale", 1))
     given: list[list[int]] = options.pop("prompts", [])
+    shared = "disaggregation_mode" in options
     engine = Engine(
         model_path=model,
         device="cpu",
@@ -49,9 +50,10 @@ def main(model: str, options: dict[str, Any]) -> None:
             {"max_new_tokens": int(scale * (12 + 9 * (row % 6 % 4))), "temperature": 0}
             for row in range(len(prompts))
         ]
-        rooms = {
-            "bootstrap_host": ["files"] * len(prompts), "bootstrap_room": list(range(1, len(prompts) + 1))
-        } if given else {}  # fmt: skip
+        rooms: dict[str, Any] = {}
+        if shared:
+            numbers = list(range(1, len(prompts) + 1))
+            rooms = {"bootstrap_host": ["files"] * len(prompts), "bootstrap_room": numbers}
         results = engine.generate(input_ids=prompts, sampling_params=lengths, return_logprob=True, **rooms)
         infos = [result["meta_info"] for result in results]
         found["prompts"] += prompts
