@@ -44,6 +44,7 @@ class Workload:
         tp: tensor-parallel ranks.
         context: tokens of KV cache per sequence.
         precision: storage of the state.
+        slots: slots of the state pool that an engine keeps for each sequence, for its prefix cache too.
     """
 
     batch: int
@@ -53,6 +54,7 @@ class Workload:
     tp: int
     context: int
     precision: Precision
+    slots: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Plan:
         ring: bytes of its rings.
         snapshots: bytes of the states that conventional verification would keep besides.
         kv: bytes of its KV cache at the workload's context.
+        slots: slots of each sequence, all with a ring.
         conventional: traffic of a step without replay.
         replay: traffic of a step with replay.
         flush_share: share of steps that flush.
@@ -77,6 +80,7 @@ class Plan:
     ring: int
     snapshots: int
     kv: int
+    slots: int
     conventional: StepTraffic
     replay: StepTraffic
     flush_share: float
@@ -91,10 +95,15 @@ class Plan:
         return self.replay.total / self.conventional.total
 
     def fitting(self, budget: float) -> dict[str, int]:
-        """Sequences that fit in `budget` bytes, with replay and with snapshots in place of the ring."""
+        """Sequences that fit in `budget` bytes, with replay and with snapshots in place of the rings.
+
+        Snapshots are of running sequences; what a prefix cache keeps needs none.
+        """
+        replay = self.slots * (self.state + self.ring) + self.kv
+        conventional = self.slots * self.state + self.snapshots + self.kv
         return {
-            "replay": traffic.sequences_that_fit(budget, self.state + self.ring + self.kv),
-            "conventional": traffic.sequences_that_fit(budget, self.state + self.snapshots + self.kv),
+            "replay": traffic.sequences_that_fit(budget, replay),
+            "conventional": traffic.sequences_that_fit(budget, conventional),
         }
 
 
@@ -117,6 +126,7 @@ def make_plan(model: ModelConfig, load: Workload) -> Plan:
         ring=sum(m.ring for m in memory),
         snapshots=sum(m.snapshots for m in memory),
         kv=load.context * model.kv.bytes_per_token(load.tp),
+        slots=load.slots,
         conventional=conventional,
         replay=replay,
         flush_share=traffic.flush_cycle(load.window, load.draft, load.accepted).flush_share,
@@ -156,6 +166,14 @@ def plan(
             "given, the sequences that fit are counted.",
         ),
     ] = None,
+    slots: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Slots of the state pool for each sequence, those of the prefix cache among them; in SGLang "
+            "1 without it, 3 with no_buffer, 4 with extra_buffer_lazy, 5 with extra_buffer.",
+        ),
+    ] = 1,
     precision: Annotated[
         str | None, typer.Option(help="Format of the state; by default REPLAYSSM_PRECISION or fp32.")
     ] = None,
@@ -166,7 +184,7 @@ def plan(
         config = ReplayConfig.load(window=window, max_draft=draft, precision=precision)
         found = load_model_config(model)
         accepted = float(draft) if accept is None else accept
-        load = Workload(batch, config.window, draft, accepted, tp, context, config.precision)
+        load = Workload(batch, config.window, draft, accepted, tp, context, config.precision, slots)
         result = make_plan(found, load)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -378,7 +378,9 @@ def forward(original: Original, self: Any, forward_batch: Any, *args: Any, **giv
         return original(self, forward_batch, *args, **given)
     pool.settle()
     mode = forward_batch.logical_forward_mode
-    if mode.is_extend() and not mode.is_target_verify():
+    if mode.is_target_verify():
+        pool.drafts = forward_batch.spec_info.draft_token_num
+    elif mode.is_extend():
         pool.flush(_slots(self, forward_batch.req_pool_indices))
     tracked = _tracked(self, forward_batch) if mode.is_decode() else None
     result = original(self, forward_batch, *args, **given)

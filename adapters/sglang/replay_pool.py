@@ -32,17 +32,15 @@ def allocate_rings(
 
 
 class Accepted(NamedTuple):
-    """What a verification step accepted of draft trees.
+    """What a verification step accepted.
 
     Attributes:
         path: `[B, A]` int, accepted nodes in order, numbered through the batch; negative behind the last.
         lens: `[B]` int, how many.
-        nodes: nodes of each tree.
     """
 
     path: torch.Tensor
     lens: torch.Tensor
-    nodes: int
 
 
 class ReplayPool:
@@ -58,7 +56,8 @@ class ReplayPool:
         rings: per layer the ring tensors by name.
         cursors: start and history of each slot, shared by all layers.
         backend: kernel backend.
-        accepted: draft trees that are being committed, if any.
+        drafts: tokens of each row in the last verification.
+        accepted: what is being committed of it, where its drafter tells more than the last nodes.
     """
 
     def __init__(
@@ -93,6 +92,7 @@ class ReplayPool:
         self.rates = None if rates is None else tuple(rates)
         self._table = LayerTable.build(self.rule, list(states), self.rings, self.rates)
         self._handed_out: list[torch.Tensor] = []
+        self.drafts = 0
         self.accepted: Accepted | None = None
         self._parents: torch.Tensor | None = None
 
@@ -188,7 +188,7 @@ class ReplayPool:
         self._empty(targets)
 
     def track(
-        self, slots: torch.Tensor, targets: torch.Tensor, steps: torch.Tensor, accepted: torch.Tensor
+        self, slots: torch.Tensor, targets: torch.Tensor, steps: torch.Tensor, last: torch.Tensor
     ) -> None:
         """Write states in the middle of what a verification has just accepted; after `commit`.
 
@@ -197,9 +197,9 @@ class ReplayPool:
             targets: `[B]` int, slots without one; rows with a target of `PAD_SLOT` or less are skipped.
             steps: `[B]` int, the accepted token, counted from 0, behind which the state is wanted; rows with
                 a negative one are skipped.
-            accepted: `[B]` int, accepted tokens.
+            last: `[B]` int, the last accepted token, counted likewise.
         """
-        count = self.cursors.history[slots] - (accepted - 1 - steps)
+        count = self.cursors.history[slots] + (steps - last)
         self._write_states(slots, targets, count, (steps >= 0) & (targets > PAD_SLOT))
 
     def _history(self, slots: torch.Tensor) -> torch.Tensor:

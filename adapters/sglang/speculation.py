@@ -111,11 +111,11 @@ def keep_accepted_path(
     *args: Any,
     **given: Any,
 ) -> Any:
-    """Keep which nodes of each draft tree were accepted, of which SGLang passes on the last alone."""
+    """Keep which tokens of each draft were accepted, and how many; SGLang passes on the last alone."""
     pool = pool_of(target_worker.model_runner.req_to_token_pool)
     if pool is None:
         return original(target_worker, batch, accept_lens, accept_index, draft_token_num, *args, **given)
-    pool.accepted = Accepted(accept_index, accept_lens, draft_token_num)
+    pool.accepted = Accepted(accept_index, accept_lens)
     try:
         return original(target_worker, batch, accept_lens, accept_index, draft_token_num, *args, **given)
     finally:
@@ -133,8 +133,8 @@ def end_of_verification(
 ) -> None:
     """Move the cursors by what was accepted; make the states that the prefix cache tracks current.
 
-    The step is the last that the recurrent backend has prepared: its slots and the bounds of its rows are
-    those that the layers saw, in a CUDA graph too.
+    The step is the last that the recurrent backend has prepared: its slots are those that the layers saw, in
+    a CUDA graph too.
     """
     last, steps = last_correct_step_indices, mamba_steps_to_track
     original(self, last, mamba_track_indices, steps, *args, **given)
@@ -142,20 +142,19 @@ def end_of_verification(
     pool = pool_of(linear.req_to_token_pool)
     if pool is None:
         return
-    rows = len(last)
     metadata = linear.forward_metadata
-    slots = metadata.mamba_cache_indices[:rows]
-    drafts = metadata.query_start_loc[: rows + 1].diff()
+    slots = metadata.mamba_cache_indices[: len(last)]
     if metadata.retrieve_parent_token is None:
-        accepted = last + 1
+        accepted = last + 1 if pool.accepted is None else pool.accepted.lens
     else:
         path, accepted = _tree_path(pool)
         pool.compact(slots, path, accepted)
+        last = accepted - 1
         if steps is not None:
             steps = torch.where(steps < 0, -1, (path == steps[:, None]).int().argmax(-1))
-    pool.commit(slots, drafts, accepted)
+    pool.commit(slots, pool.drafts, accepted)
     if mamba_track_indices is not None and steps is not None:
-        pool.track(slots, mamba_track_indices, steps, accepted)
+        pool.track(slots, mamba_track_indices, steps, last)
 
 
 def _tree_path(pool: ReplayPool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,8 +164,8 @@ def _tree_path(pool: ReplayPool) -> tuple[torch.Tensor, torch.Tensor]:
             "replayssm: expected the accepted nodes of draft trees, by commit_mamba_states_after_verify, got "
             "the last nodes alone; use --speculative-eagle-topk 1"
         )
-    path, lens, nodes = pool.accepted
-    first = torch.arange(0, len(path) * nodes, nodes, dtype=path.dtype, device=path.device)
+    path, lens = pool.accepted
+    first = torch.arange(0, len(path) * pool.drafts, pool.drafts, dtype=path.dtype, device=path.device)
     return path - first[:, None], lens
 
 

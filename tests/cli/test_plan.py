@@ -130,6 +130,14 @@ def test_more_sequences_fit_without_snapshots() -> None:
     assert plan("--model", SUPER)["sequences_that_fit"] is None
 
 
+def test_slots_that_a_prefix_cache_keeps_have_rings_and_no_snapshots() -> None:
+    report = plan("--model", SUPER, "--draft", "4", "--context", "0", "--hbm-gib", "40", "--slots", "5")
+    memory = report["memory_per_sequence"]
+    fitting, budget = report["sequences_that_fit"], 40 * 2**30
+    assert fitting["replay"] == budget // (5 * (memory["state"] + memory["ring"]))
+    assert fitting["conventional"] == budget // (5 * memory["state"] + memory["snapshots"])
+
+
 def test_precision_halves_the_state() -> None:
     full, half = plan("--model", SUPER), plan("--model", SUPER, "--precision", "fp16")
     traffic = (full["traffic_per_step"]["replay"], half["traffic_per_step"]["replay"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,3 +49,26 @@ def pass_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gdn_backend, kda_backend, mamba):
         for name in ("causal_conv1d_update", "causal_conv1d_update_triton"):
             monkeypatch.setattr(module, name, same, raising=False)
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """By rule, what SGLang's engine gives without the flag; one run for all tests that compare with it."""
+    from tests.adapters.sglang.test_engine import NO_BUFFER, convert, serve
+
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def run(rule: str) -> dict[str, Any]:
+        kept = Path(shared, f"plain-{rule}.json")
+        if not kept.exists():
+            model = convert(rule, tmp_path_factory.mktemp("plain") / rule)
+            found, log = serve(model, **NO_BUFFER)
+            assert "replayssm:" not in log
+            part = own / "part"
+            part.write_text(json.dumps(found))
+            part.replace(kept)
+        result: dict[str, Any] = json.loads(kept.read_text())
+        return result
+
+    return run

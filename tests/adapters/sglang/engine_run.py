@@ -2,9 +2,11 @@
 
     python engine_run.py MODEL OPTIONS
 
-OPTIONS are JSON: keyword arguments of SGLang's `Engine`, and `scale`, by which outputs are longer. Prints one
-line `RESULT {...}`: of each request the output tokens, the logarithms of their probabilities, how many tokens
-the prefix cache had, and with speculation in how many steps it was verified.
+OPTIONS are JSON: keyword arguments of SGLang's `Engine`; `scale`, by which outputs are longer; and `prompts`,
+in the place of those that are made here, which servers that share the work get with a room each. Prints one
+line `RESULT {...}`: of each request the prompt, the output tokens, the logarithms of their probabilities,
+how many tokens the prefix cache had, how many of them on the host, and with speculation in how many steps it
+was verified.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ def main(model: str, options: dict[str, Any]) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
     scale = float(options.pop("scale", 1))
+    given: list[list[int]] = options.pop("prompts", [])
+    shared = "disaggregation_mode" in options
     engine = Engine(
         model_path=model,
         device="cpu",
@@ -37,26 +41,37 @@ def main(model: str, options: dict[str, Any]) -> None:
         log_level="info",
         **{"max_running_requests": 4, "max_mamba_cache_size": 24, "max_total_tokens": 1000, **options},
     )
-    first = [list(text.encode()) for text in PROMPTS]
-    outputs, logs, cached, rounds = [], [], [], []
-    # The second time prompts go on where a request ended, or in the middle of it.
-    for _ in range(2):
+    found: dict[str, list[Any]] = {
+        name: [] for name in ("prompts", "outputs", "logs", "cached", "host", "rounds")
+    }
+    for turn in range(1 if given else 2):
+        prompts = given or next_prompts(found, turn)
         lengths = [
-            {"max_new_tokens": int(scale * (12 + 9 * (row % 4))), "temperature": 0} for row in range(6)
+            {"max_new_tokens": int(scale * (12 + 9 * (row % 6 % 4))), "temperature": 0}
+            for row in range(len(prompts))
         ]
-        results = engine.generate(input_ids=first, sampling_params=lengths, return_logprob=True)
-        outputs += [result["output_ids"] for result in results]
-        logs += [[entry[0] for entry in result["meta_info"]["output_token_logprobs"]] for result in results]
-        cached += [result["meta_info"]["cached_tokens"] for result in results]
-        rounds += [result["meta_info"].get("spec_verify_ct", 0) for result in results]
-        pairs = zip(first, results, strict=True)
-        first = [
-            [*prompt, *result["output_ids"][: -1 - 5 * (row % 2)], *b" and"]
-            for row, (prompt, result) in enumerate(pairs)
-        ]
+        rooms: dict[str, Any] = {}
+        if shared:
+            numbers = list(range(1, len(prompts) + 1))
+            rooms = {"bootstrap_host": ["files"] * len(prompts), "bootstrap_room": numbers}
+        results = engine.generate(input_ids=prompts, sampling_params=lengths, return_logprob=True, **rooms)
+        infos = [result["meta_info"] for result in results]
+        found["prompts"] += prompts
+        found["outputs"] += [result["output_ids"] for result in results]
+        found["logs"] += [[entry[0] for entry in info["output_token_logprobs"]] for info in infos]
+        found["cached"] += [info["cached_tokens"] for info in infos]
+        found["host"] += [(info.get("cached_tokens_details") or {}).get("host", 0) for info in infos]
+        found["rounds"] += [info.get("spec_verify_ct", 0) for info in infos]
     engine.shutdown()
-    found = {"outputs": outputs, "logs": logs, "cached": cached, "rounds": rounds}
     print("RESULT", json.dumps(found), flush=True)
+
+
+def next_prompts(found: dict[str, list[Any]], turn: int) -> list[list[int]]:
+    """Prompts; in the second turn they go on where a request ended, or in the middle of it."""
+    if turn == 0:
+        return [list(text.encode()) for text in PROMPTS]
+    pairs = enumerate(zip(found["prompts"], found["outputs"], strict=True))
+    return [[*prompt, *output[: -1 - 5 * (row % 2)], *b" and"] for row, (prompt, output) in pairs]
 
 
 if __name__ == "__main__":

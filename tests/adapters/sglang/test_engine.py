@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ MODELS = HERE.parents[2] / "examples" / "models"
 FOLDERS = {"gdn": "gdn-qwen3-5", "kda": "kda-kimi-linear", "mamba2": "mamba2-nemotron-h"}
 NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 NO_BUFFER = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
+
+Plain = Callable[[str], dict[str, Any]]
+"""By rule, what an engine gives without the flag; see `conftest`."""
 
 pytestmark = pytest.mark.slow
 
@@ -87,11 +91,9 @@ def assert_same(on: dict[str, Any], off: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rule", FOLDERS)
-def test_the_same_tokens_with_the_flag(rule: str, tmp_path: Path) -> None:
+def test_the_same_tokens_with_the_flag(rule: str, plain: Plain, tmp_path: Path) -> None:
     """L12, L16, L18: greedy tokens and prefix hits, over prompts that go on from finished requests."""
-    model = convert(rule, tmp_path / rule)
-    off, log = serve(model, **NO_BUFFER)
-    assert "replayssm:" not in log
+    model, off = convert(rule, tmp_path / rule), plain(rule)
     on, log = serve(model, **NO_BUFFER, enable_linear_replayssm=True, linear_replayssm_cache_len=7)
     assert f"replayssm: 6 {rule} layers of SGLang" in log
     assert_same(on, off)
@@ -203,3 +205,20 @@ def test_speculation_by_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         speculative_num_draft_tokens=2,
     )
     assert sum(cached >= 64 for cached in off["cached"]) >= 2, "states that were tracked were used"
+
+
+def test_speculation_by_trees_of_a_model(
+    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L20: EAGLE's worker with several tokens to choose from; any of them is the one that is accepted."""
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float32")
+    on, log = serve(
+        convert("gdn", tmp_path / "gdn"), **{**NO_BUFFER, "max_total_tokens": 2500},
+        enable_linear_replayssm_spec=True, linear_replayssm_cache_len=7,
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(write_drafter(tmp_path / "drafter")),
+        speculative_num_steps=1, speculative_eagle_topk=3, speculative_num_draft_tokens=4,
+    )  # fmt: skip
+    assert "window 7, drafts of up to 4 tokens" in log
+    assert_same(on, plain("gdn"))
+    assert sum(on["rounds"]) < 0.9 * sum(map(len, on["outputs"])), "drafts were accepted"

@@ -244,15 +244,14 @@ def test_no_state_is_kept_for_each_draft_token(rule: str, breadth: int, tmp_path
     assert on.mem_usage == pytest.approx(bytes_off + on._replayssm.bytes / (1 << 30), abs=1e-12)
 
 
-def planned(engine: Engine, memory: float) -> tuple[int, float]:
-    """SGLang's own plan of `memory` GB: slots, and what is left for keys and values."""
+def configurator(engine: Engine) -> Any:
+    """SGLang's own planner of memory, with what it reads."""
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, hybrid_kda_config, mambaish_config
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.runtime_context import get_schedule
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     config = engine.runner.model_config
-    configurator = KVCacheConfigurator.__new__(KVCacheConfigurator)
+    made = KVCacheConfigurator.__new__(KVCacheConfigurator)
     given = dict(
         is_draft_worker=False, server_args=engine.args, mambaish_config=mambaish_config(config),
         hybrid_gdn_config=hybrid_gdn_config(config), hybrid_kda_config=hybrid_kda_config(config),
@@ -261,9 +260,18 @@ def planned(engine: Engine, memory: float) -> tuple[int, float]:
         is_hybrid_swa=False,
     )  # fmt: skip
     for name, value in given.items():
-        setattr(configurator, name, value)
-    left = configurator._handle_max_mamba_cache(memory)
-    assert configurator.spec_algorithm is SpeculativeAlgorithm.NGRAM
+        setattr(made, name, value)
+    return made
+
+
+def planned(engine: Engine, memory: float) -> tuple[int, float]:
+    """SGLang's own plan of `memory` GB: slots, and what is left for keys and values."""
+    from sglang.srt.runtime_context import get_schedule
+
+    planner = configurator(engine)
+    algorithm = planner.spec_algorithm
+    left = planner._handle_max_mamba_cache(memory)
+    assert planner.spec_algorithm is algorithm
     return get_schedule().max_mamba_cache_size, left
 
 
@@ -283,12 +291,12 @@ def test_the_budget_has_rings_and_no_snapshots(rule: str, breadth: int, tmp_path
 
 def test_a_server_that_only_prefills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no windows for drafts, and a pool as without speculation, but for the rings."""
-    from sglang.srt.mem_cache import kv_cache_configurator as configurator
+    from sglang.srt.mem_cache import kv_cache_configurator
 
     given = {"max_running_requests": 4, "max_mamba_cache_size": 6}
     engine = start("gdn", tmp_path, slots=6, **given)
     _, left = planned(engine, 4 / 1024)
-    monkeypatch.setattr(configurator, "_pd_prefill_skips_mamba_spec_state", lambda: True)
+    monkeypatch.setattr(kv_cache_configurator, "_pd_prefill_skips_mamba_spec_state", lambda: True)
     _, more = planned(engine, 4 / 1024)
     windows = engine.slots.mamba_pool._intermediate_conv_window_phys
     assert (more - left) * (1 << 30) == pytest.approx(sum(window.nbytes for window in windows), rel=1e-6)

@@ -12,7 +12,9 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
+import cpu_disaggregation
 import cpu_speculation
+import cpu_transfer
 import torch
 import torch.nn.functional as F
 from cpu_speculation import fill_parents, parents_of
@@ -39,7 +41,17 @@ def register() -> None:
     replace(f"{ops}.mamba.triton_ops.mamba_ssm", "selective_state_update", ssm_update)
     replace(f"{ops}.mamba.mamba_state_scatter_triton", "track_mamba_states_all_layers", track)
     cpu_speculation.register(replace)
+    cpu_transfer.register()
+    cpu_disaggregation.register()
+    ranks = import_module("sglang.srt.layers.dp_attention")
+    ranks.memcpy_func = ranks.memcpy_cpu
+    group = import_module("sglang.srt.distributed.parallel_state").GroupCoordinator
+    group.all_gather_into_tensor = group._all_gather_into_tensor
+    group.reduce_scatter_tensor = group._reduce_scatter_tensor
+    torch_attention = import_module("sglang.srt.layers.attention.torch_native_backend")
+    torch_attention.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
     # A CPU has no pinned memory.
+    import_module("sglang.srt.model_executor.forward_batch_info")._is_cpu = True
     torch.Tensor.pin_memory = lambda self, *args: self
     platform = import_module("sglang.srt.arg_groups.mamba_hook")
     platform._platform_supports_mamba_cache_extra_buffer = lambda: True

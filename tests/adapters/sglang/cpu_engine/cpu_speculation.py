@@ -27,7 +27,7 @@ def register(replace: Callable[[str, str, Any], None]) -> None:
     replace(f"{ops}.speculative.cache_locs", "assign_extend_cache_locs_func", extend_locations)
     replace(f"{ops}.speculative.cache_locs", "fill_front_out_cache_loc_func", front_locations)
     replace(f"{ops}.speculative.cache_locs", "assign_draft_cache_locs_contiguous_func", draft_locations)
-    replace(f"{ops}.speculative.spec_tree", "build_tree_kernel_efficient_func", chain_links)
+    replace(f"{ops}.speculative.spec_tree", "build_tree_kernel_efficient_func", star_links)
     replace(f"{ops}.speculative.eagle", "fill_bonus_tokens_func", bonus_tokens)
     replace(f"{ops}.speculative.eagle", "fill_accept_out_cache_loc_func", accepted_locations)
     replace("sglang.srt.mem_cache.allocation", "assign_req_to_token_pool_func", assign_places)
@@ -199,17 +199,16 @@ def draft_locations(
     positions: torch.Tensor | None = None,
     mrope: torch.Tensor | None = None,
 ) -> None:
-    assert topk == 1
     assert mrope is None
-    places = extend_locations(req_pool_indices, req_to_token, seq_lens, seq_lens + num_cols)
+    places = extend_locations(req_pool_indices, req_to_token, seq_lens, seq_lens + topk * num_cols)
     out_cache_loc[: len(places)] = places
     if positions is not None:
-        positions.copy_(seq_lens)
+        positions.copy_(seq_lens.repeat_interleave(topk))
 
 
-def chain_links(
-    parent_list: Any,
-    selected_index: Any,
+def star_links(
+    parent_list: torch.Tensor,
+    selected_index: torch.Tensor,
     verified_seq_len: torch.Tensor,
     tree_mask: torch.Tensor,
     positions: torch.Tensor,
@@ -222,13 +221,22 @@ def chain_links(
     *args: Any,
     **given: Any,
 ) -> None:
-    """What `tree_links` works out, for chains."""
-    assert topk == 1
+    """What `tree_links` works out, and who sees whom: chains, and trees that are one step deep."""
+    assert topk == 1 or depth == 1
     nodes = torch.arange(draft_token_num)
-    positions.copy_((verified_seq_len[:, None] + nodes).flatten())
     retrieve_index.copy_(torch.arange(retrieve_index.numel()).view_as(retrieve_index))
-    retrieve_next_token.copy_(torch.where(nodes + 1 < draft_token_num, nodes + 1, -1))
-    retrieve_next_sibling.fill_(-1)
+    after = torch.where(nodes + 1 < draft_token_num, nodes + 1, -1)
+    retrieve_next_token.copy_(after if topk == 1 else torch.where(nodes == 0, after, -1))
+    retrieve_next_sibling.copy_(torch.where(nodes == 0, -1, after) if topk > 1 else torch.tensor(-1))
+    levels = nodes if topk == 1 else (nodes > 0).long()
+    positions.copy_((verified_seq_len[:, None] + levels).flatten())
+    if topk > 1:
+        own = torch.eye(draft_token_num, dtype=torch.bool) | (nodes == 0)
+        rows = [
+            torch.cat([own.new_ones(draft_token_num, length), own], dim=1).flatten()
+            for length in verified_seq_len.tolist()
+        ]
+        tree_mask[: sum(map(len, rows))] = torch.cat(rows)
 
 
 def bonus_tokens(
