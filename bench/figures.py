@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,24 +110,63 @@ def kernels(results: Path = RESULTS) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def kernels_verify(results: Path = RESULTS) -> str:
-    """Times of our kernels alone, of a run that is newer than the one with peers."""
-    path = newest("kernels-verify", results)
+def launch_shapes(results: Path = RESULTS) -> str:
+    """Times of our CUDA kernels alone, each in its fastest launch shape, over the batch."""
+    path = newest("launch-shapes", results)
     record = json.loads(path.read_text(encoding="utf-8"))
-    return f"{table.markdown(table.times(record['rows']))}\n\n{_kernels_source(path, record)}\n"
+    best: dict[tuple[str, str], dict[int, float]] = {}
+    for row in record["rows"]:
+        geometry, batch, tokens = row["case"].split("/")
+        times = best.setdefault((geometry, tokens.removeprefix("t")), {})
+        rows = int(batch.removeprefix("b"))
+        times[rows] = min(row["us"], times.get(rows, row["us"]))
+    batches = sorted({rows for times in best.values() for rows in times})
+    lines = [["geometry", "T", *map(str, batches)]]
+    for (geometry, tokens), times in best.items():
+        lines.append([geometry, tokens, *(f"{times[n]:.1f}" if n in times else "-" for n in batches)])
+    return (
+        f"{table.markdown(lines)}\n\nMicroseconds per layer, by batch. From [{path.name}](../bench/results/"
+        f"{path.name}): `{record['command']}` on {record['date']}; {record['gpu']}; "
+        f"torch {record['versions']['torch']}; commit {record['commit'][:12]}.\n"
+    )
 
 
-def e2e_sglang(results: Path = RESULTS) -> str:
-    """Decode steps of SGLang's engine, without replay and with it."""
-    path = newest("e2e-sglang", results)
+def e2e_sglang(topic: str = "e2e-sglang", results: Path = RESULTS) -> str:
+    """Decode steps of SGLang's engine, without replay and with it, and what was profiled of them."""
+    path = newest(topic, results)
     record = json.loads(path.read_text(encoding="utf-8"))
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("sglang", "torch", "triton"))
     commands = "; ".join(f"`{command}`" for command in record["command"].split("; "))
-    return (
-        f"{table.markdown(e2e.lines(record['rows']))}\n\nMilliseconds of a step, median of "
-        f"{record['rows'][0]['replays']}. From [{path.name}](../bench/results/{path.name}) on "
-        f"{record['date']}; {record['gpu']}; {versions}; commit {record['commit'][:12]}: {commands}.\n"
-    )
+    head, _, more = record["commit"].partition(" ")
+    parts = [
+        table.markdown(e2e.lines(record["rows"])),
+        *(table.markdown(lines) for lines in profiles(record["rows"])),
+        f"Milliseconds of a step, median of {record['rows'][0]['replays']}. From [{path.name}](../bench/"
+        f"results/{path.name}) on {record['date']}; {record['gpu']}; {versions}; commit "
+        f"{' '.join(filter(None, (head[:12], more)))}: {commands}.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def profiles(rows: Sequence[dict[str, Any]]) -> list[list[list[str]]]:
+    """A table of each profiled batch: microseconds of its kernels in a mean CUDA graph, by way of serving."""
+    profiled: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if "profiled_steps" in row:
+            profiled.setdefault((row["model"], row["T"], row["batch"]), {})[row["mode"]] = row
+    made = []
+    for (model, tokens, batch), by_way in profiled.items():
+        ways = [way for way in e2e.WAYS if way in by_way]
+        lines = [[f"{model}, T = {tokens}, batch {batch}", *(f"{way}, us" for way in ways)]]
+        for name, key in (("first kernel to last", "span_us"), ("kernels, in number", "launches")):
+            lines.append([name, *(f"{by_way[way][key]:.1f}" for way in ways)])
+        kernels = {way: {each["name"]: each["us"] for each in by_way[way]["kernels"]} for way in ways}
+        names = dict.fromkeys(name for way in ways for name in kernels[way])
+        for name in names:
+            times = (f"{kernels[way][name]:.1f}" if name in kernels[way] else "-" for way in ways)
+            lines.append([f"`{name}`", *times])
+        made.append(lines)
+    return made
 
 
 def _kernels_source(path: Path, record: dict[str, Any]) -> str:
@@ -156,9 +196,10 @@ def draw_kernels(path: Path, results: Path = RESULTS) -> None:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "e2e-sglang": e2e_sglang,
+    "e2e-sglang-mtp": partial(e2e_sglang, "e2e-sglang-mtp"),
     "e2e-transformers": e2e_transformers,
     "kernels": kernels,
-    "kernels-verify": kernels_verify,
+    "launch-shapes": launch_shapes,
     "plan": plan,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -51,3 +52,33 @@ def test_every_marked_place_is_replaced_and_nothing_else(
     place = "<!-- figures:plan -->\n{}<!-- /figures -->"
     text = f"a\n{place}\nb\n{place}\nc\n"
     assert figures.rewrite(text.format("old\n", "")) == text.format("new\n", "new\n")
+
+
+def test_the_fastest_shape_counts(figures: ModuleType, tmp_path: Path) -> None:
+    rows = [
+        {"case": "gdn-hv64/b1/t4", "us": 7.6},
+        {"case": "gdn-hv64/b1/t4", "us": 5.94},
+        {"case": "kda-32/b16/t1", "us": 21.0},
+    ]
+    record = {"rows": rows, "command": "run", "date": "2026-01-02", "gpu": "GPU", "commit": "c" * 40}
+    path = tmp_path / "launch-shapes-gpu-2026-01-02.json"
+    path.write_text(json.dumps({**record, "versions": {"torch": "2"}}), encoding="utf-8")
+    lines = figures.launch_shapes(tmp_path).splitlines()
+    assert lines[0] == "| geometry | T | 1 | 16 |"
+    assert lines[2:4] == ["| gdn-hv64 | 4 | 5.9 | - |", "| kda-32 | 1 | - | 21.0 |"]
+
+
+def test_profiles_stand_side_by_side(figures: ModuleType) -> None:
+    """A kernel of one way only has a line too; rows that were timed, not profiled, have none."""
+    step = {"model": "m", "T": 4, "batch": 1, "profiled_steps": 2, "span_us": 9.0, "launches": 3.0}
+    off = {**step, "mode": "off", "kernels": [{"name": "a", "us": 5.0}, {"name": "b", "us": 4.0}]}
+    on = {**step, "mode": "on", "span_us": 8.0, "kernels": [{"name": "a", "us": 5.5}]}
+    timed = {"model": "m", "T": 4, "batch": 1, "mode": "on", "step_ms": 1.0}
+    [lines] = figures.profiles([on, timed, off])
+    assert lines == [
+        ["m, T = 4, batch 1", "off, us", "on, us"],
+        ["first kernel to last", "9.0", "8.0"],
+        ["kernels, in number", "3.0", "3.0"],
+        ["`a`", "5.0", "5.5"],
+        ["`b`", "4.0", "-"],
+    ]
