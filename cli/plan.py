@@ -178,7 +178,7 @@ def plan(
 
 
 def _layout(geometry: LayerGeometry, load: Workload, window: int) -> RingLayout:
-    return RingLayout(geometry, window, load.draft, ACTIVATIONS)
+    return RingLayout(geometry, window, load.draft, ACTIVATIONS, split=load.precision.split)
 
 
 def _step(
