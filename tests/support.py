@@ -164,12 +164,11 @@ def run_step(
     value = inputs["x" if layer.A is not None else "v"]
     if layer.A is not None:
         options = {"A": layer.A, "D": skip_weight(layer), **options}
-    if layer.rounding is Rounding.STOCHASTIC:
-        options = {"rand_seed": cache.seed, **options}
+    seed = cache.seed if layer.rounding is Rounding.STOCHASTIC else None
+    options = {"read_state": layer.read_state, "rand_seed": seed, **options}
     given = torch.full_like(value, NAN) if out is None else out.fill_(NAN)
     returned = STEP[layer.layout.geometry.rule](
         state=layer.state,
-        read_state=layer.read_state,
         ring_start=cache.cursors.start,
         hist_len=cache.cursors.history,
         out=given,
