@@ -83,13 +83,23 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and digest(left) == digest(right)
 
 
+def stored_tensors(layer: LayerBuffers) -> list[torch.Tensor]:
+    """Every tensor of a layer, those of one-byte formats as bytes."""
+    copies = (tensor for copy in layer.copies for tensor in state_tensors(copy))
+    each = (*copies, *layer.rings.values())
+    return [tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8) for tensor in each]
+
+
 def poison(layer: LayerBuffers, slots: slice | int = slice(None)) -> None:
-    """NaN in every state and ring row of `slots`; in packed states NaN is all bits set, scales too."""
-    for tensor in (*(each for copy in layer.copies for each in state_tensors(copy)), *layer.rings.values()):
-        if tensor.dtype.itemsize > 1:
-            tensor[slots] = NAN
-        else:
-            tensor.view(torch.uint8)[slots] = 255
+    """NaN in every state and ring row of `slots`; in one-byte formats all bits set, which scales have too."""
+    for tensor in stored_tensors(layer):
+        tensor[slots] = 255 if tensor.dtype is torch.uint8 else NAN
+
+
+def is_poisoned(layer: LayerBuffers, slots: Sequence[int]) -> bool:
+    """Whether all of `slots` is as `poison` leaves it."""
+    tensors = [tensor[slots] for tensor in stored_tensors(layer)]
+    return all(((t == 255) if t.dtype is torch.uint8 else t.isnan()).all() for t in tensors)
 
 
 def poisoned(layer: LayerBuffers) -> LayerBuffers:

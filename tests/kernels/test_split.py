@@ -218,11 +218,12 @@ def test_the_read_copy_follows_the_recurrence_copy(rule: str, precision: str) ->
         return same_copies(layer.read_state, read_copy_of(layer), list(slots))
 
     assert (kernels.load_states(layer.read_state)[[0, 3]] == 0).all()
-    if isinstance(layer.state, torch.Tensor):
-        layer.state[0] = torch.randn(layer.state[0].shape, generator=walk.generator)
-        assert not follows(0)
-        walk.cache.adopt(ints([0, -1]))
-        assert follows(0)
+    kernels.store_states(layer.state, torch.randn(layer.state.shape, generator=walk.generator))
+    assert not follows(0)
+    walk.cache.adopt(ints([0, -1]))
+    assert follows(0)
+    assert not follows(3)
+    walk.cache.hand_out(ints([3]))
     inputs = draw(layer, 2, 4, walk.generator)
     for _ in range(2):
         run_step(layer, walk.cache, inputs, StepIndex(ints([0, 3])))
@@ -235,6 +236,8 @@ def test_the_read_copy_follows_the_recurrence_copy(rule: str, precision: str) ->
     assert follows(3)
     walk.cache.flush(ints([0, 3]))
     assert follows(0, 1, 3)
+    walk.cache.copy(ints([0]), ints([2]))
+    assert follows(0, 1, 2, 3)
     values = torch.randn(layer.state.shape, generator=walk.generator)
     kernels.store_states(layer.state, values, layer.read_state)
     assert follows(0, 1, 2, 3)
