@@ -84,7 +84,7 @@ def plain_format(precision: Precision, engine: str) -> str:
     if not precision.plain:
         raise ConfigError(
             f"precision {str(precision)!r}: under {engine} the states are one copy in {', '.join(FORMATS)}, "
-            "rounded to nearest: packed formats, a read copy and stochastic rounding have no kernels there "
+            "rounded to nearest: packed formats, read copies and stochastic rounding are not served there "
             "yet; expected one of these formats"
         )
     return precision.recurrence
