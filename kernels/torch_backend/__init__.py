@@ -203,9 +203,7 @@ def store_states(
     layer: int,
 ) -> None:
     """See `replayssm.kernels.store_states`."""
-    slots = torch.arange(len(values), device=values.device)
-    every = torch.ones_like(slots, dtype=torch.bool)
-    Checkpoint(state, read_state, rand_seed, layer).store(slots, values, every)
+    Checkpoint(state, read_state, rand_seed, layer).store_all(values)
 
 
 def _corrected(

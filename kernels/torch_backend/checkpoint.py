@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from replayssm.core.formats import PackedState, StateCopy, select_states, state_tensors
-from replayssm.core.rows import write_rows
+from replayssm.core.rows import store_cast, write_rows
 from replayssm.kernels.torch_backend.formats import decode, encode
 from replayssm.kernels.torch_backend.rounding import random_words, round_to_half
 
@@ -42,12 +42,18 @@ class Checkpoint:
 
     def store(self, slots: torch.Tensor, values: torch.Tensor, valid: torch.Tensor) -> None:
         """Round fp32 `values` once into the recurrence copy, for the valid rows, and renew the read copy."""
-        words = None
-        if self.rand_seed is not None:
-            words = random_words(self.rand_seed, slots.clamp(min=0), self.layer, values[0].numel())
-            words = words.view(values.shape)
-        _store(self.state, slots, values, valid, words)
+        rounded = _rounded(self.state, values, self._words(slots, values))
+        for pool, rows in zip(state_tensors(self.state), rounded, strict=True):
+            _write(pool, slots, rows, valid)
         self._renew(slots, valid)
+
+    def store_all(self, values: torch.Tensor) -> None:
+        """Round fp32 `values` of every slot once into the recurrence copy, and renew the read copy."""
+        every = torch.arange(len(values), device=values.device)
+        rounded = _rounded(self.state, values, self._words(every, values))
+        for pool, rows in zip(state_tensors(self.state), rounded, strict=True):
+            pool.copy_(rows)
+        self._renew(every, torch.ones_like(every, dtype=torch.bool))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, valid: torch.Tensor) -> None:
         """Copy the valid rows' packed states from slot to slot, with no rounding, and renew the read copy."""
@@ -57,9 +63,18 @@ class Checkpoint:
             _write(pool, target, rows, valid)
         self._renew(target, valid)
 
+    def _words(self, slots: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
+        if self.rand_seed is None:
+            return None
+        words = random_words(self.rand_seed, slots.clamp(min=0), self.layer, values[0].numel())
+        return words.view(values.shape)
+
     def _renew(self, slots: torch.Tensor, valid: torch.Tensor) -> None:
-        if self.read_state is not None:
-            _store(self.read_state, slots, _load(self.state, slots.clamp(min=0).long()), valid, None)
+        if self.read_state is None:
+            return
+        rounded = _rounded(self.read_state, _load(self.state, slots.clamp(min=0).long()), None)
+        for pool, rows in zip(state_tensors(self.read_state), rounded, strict=True):
+            _write(pool, slots, rows, valid)
 
 
 def _load(copy: StateCopy, slots: torch.Tensor) -> torch.Tensor:
@@ -67,19 +82,13 @@ def _load(copy: StateCopy, slots: torch.Tensor) -> torch.Tensor:
     return decode(rows) if isinstance(rows, PackedState) else rows.float()
 
 
-def _store(
-    copy: StateCopy,
-    slots: torch.Tensor,
-    values: torch.Tensor,
-    valid: torch.Tensor,
-    words: torch.Tensor | None,
-) -> None:
-    if isinstance(copy, torch.Tensor):
-        write_rows(copy, slots, values if words is None else round_to_half(values.contiguous(), words), valid)
-        return
-    rows = encode(copy.format, values.contiguous(), words)
-    for pool, tensor in zip(state_tensors(copy), state_tensors(rows), strict=True):
-        _write(pool, slots, tensor, valid)
+def _rounded(copy: StateCopy, values: torch.Tensor, words: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """fp32 `values` in a pool's format, the rows of each of its tensors."""
+    if isinstance(copy, PackedState):
+        return state_tensors(encode(copy.format, values.contiguous(), words))
+    if words is None:
+        return (store_cast(values, copy.dtype),)
+    return (round_to_half(values.contiguous(), words),)
 
 
 def _write(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor) -> None:

@@ -3,12 +3,13 @@
 A state's value is `code * scale`, the code read as a number of its element format: e4m3 (fp8), an integer in
 -127..127 (int8), e2m1 (nvfp4, mxfp4). Scales come from the largest magnitude `a` of what shares them:
 
-| format | shared by | scale |
-|---|---|---|
-| fp8 | the K values of a row | the least power of two with `a <= 448 scale` |
-| int8 | the K values of a row | `a / 127`, rounded to nearest in fp32 |
-| nvfp4 | 16 values along K | `block * head`. `head`, one for the head's `[V, K]`, is the least power of two with `a_head <= 2688 head`; `block` is `a / (6 head)` in fp32, rounded up to e4m3 |
-| mxfp4 | 32 values along K | the least power of two with `a <= 6 scale` |
+- fp8: the least power of two with `a <= 448 scale`, for the K values of a row.
+- int8: `a / 127`, rounded to nearest in fp32, for the K values of a row.
+- nvfp4: `block * head`. `head`, for a head's `[V, K]`, is the least power of two with `a_head <= 2688 head`;
+  `block`, for 16 values along K, is `a / (6 head)` in fp32, rounded up to e4m3.
+- mxfp4: the least power of two with `a <= 6 scale`, for 32 values along K.
+
+All of them together:
 
 - Powers of two and int8's scale are at least `2**-100`, nvfp4's `block` at least `2**-9`. So a block of zeros
   has codes of zero, no scale is zero, and no scale or decoded value is below fp32's normal range. Values
@@ -22,7 +23,7 @@ A state's value is `code * scale`, the code read as a number of its element form
 - Signs stay, that of a zero too, but for int8, which has one zero.
 
 Random words are those of `rounding`, one for each element by its place in the slot's `[HV, V, K]`.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -57,24 +58,10 @@ def encode(format: str, values: torch.Tensor, words: torch.Tensor | None = None)
     values = torch.where(values.isinf(), values, values.clamp(-LARGEST, LARGEST))
     block = PACKED[format].block or values.shape[-1]
     blocks = values.unflatten(-1, (-1, block))
-    largest = blocks.abs().amax(-1)  # [B, HV, V, K / block]
-    heads = None
-    if format == "nvfp4":
-        known = torch.where(largest.isfinite(), largest, 0.0)
-        heads = _power_of_two(known.amax((-1, -2)), 6.0 * 448.0)
-        stored = upward(known / (6.0 * heads[..., None, None]), E4M3).clamp(min=1)
-        stored = torch.where(largest.isfinite(), stored, _NAN_E4M3).byte().view(torch.float8_e4m3fn)
-        scales = stored.float() * heads[..., None, None]
-    elif format == "mxfp4":
-        scales = _power_of_two(largest, 6.0)
-        stored = torch.where(scales.isnan(), _NAN_E8M0, scales.view(torch.int32) >> 23).byte()
-    elif format == "fp8":
-        scales = stored = _power_of_two(largest, 448.0)
-    else:
-        scales = stored = torch.where(largest.isfinite(), (largest / 127.0).clamp(min=LEAST), torch.nan)
+    scales, stored, heads = _scales(format, blocks.abs().amax(-1))
+    units = torch.where(scales.isnan()[..., None], 0.0, blocks / scales[..., None]).flatten(-2)
     if PACKED[format].block is None:
         stored = stored.squeeze(-1)
-    units = torch.where(scales.isnan()[..., None], 0.0, blocks / scales[..., None]).flatten(-2)
     return PackedState(format, _codes(format, units, words), stored, heads)
 
 
@@ -93,6 +80,25 @@ def decode(packed: PackedState) -> torch.Tensor:
     else:
         values = packed.codes.float()
     return (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
+
+
+def _scales(format: str, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """fp32 scales of blocks with these largest magnitudes `[B, HV, V, blocks]`, and as they are stored."""
+    finite = largest.isfinite()
+    if format == "nvfp4":
+        known = torch.where(finite, largest, 0.0)
+        heads = _power_of_two(known.amax((-1, -2)), 6.0 * 448.0)
+        codes = upward(known / (6.0 * heads[..., None, None]), E4M3).clamp(min=1)
+        stored = torch.where(finite, codes, _NAN_E4M3).byte().view(torch.float8_e4m3fn)
+        return stored.float() * heads[..., None, None], stored, heads
+    if format == "mxfp4":
+        scales = _power_of_two(largest, 6.0)
+        return scales, torch.where(finite, scales.view(torch.int32) >> 23, _NAN_E8M0).byte(), None
+    if format == "fp8":
+        scales = _power_of_two(largest, 448.0)
+    else:
+        scales = torch.where(finite, (largest / 127.0).clamp(min=LEAST), torch.nan)
+    return scales, scales, None
 
 
 def _codes(format: str, units: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
