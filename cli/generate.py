@@ -39,7 +39,11 @@ def generate(
         int | None, typer.Option(help="The most tokens T of a step; by default 8, or what the drafts need.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="Format of the state; by default REPLAYSSM_PRECISION or fp32.")
+        str | None,
+        typer.Option(
+            help="Format of the state, or of its copies as in nvfp4/fp16+sr; by default REPLAYSSM_PRECISION "
+            "or fp32."
+        ),
     ] = None,
     backend: Annotated[
         str | None, typer.Option(help="Kernels; by default REPLAYSSM_BACKEND or the fastest that works.")

@@ -62,7 +62,9 @@ class Plan:
     """Memory of one sequence and mean traffic of one step of the batch, per device.
 
     Attributes:
-        state: bytes of one sequence's states and short-convolution inputs.
+        state: bytes of one sequence's states, all copies, and short-convolution inputs.
+        conventional_state: the same without replay, which keeps the recurrence copy alone.
+        bytes_per_value: of the states, all copies.
         ring: bytes of its rings.
         snapshots: bytes of the states that conventional verification would keep besides.
         kv: bytes of its KV cache at the workload's context.
@@ -77,6 +79,8 @@ class Plan:
     """
 
     state: int
+    conventional_state: int
+    bytes_per_value: float
     ring: int
     snapshots: int
     kv: int
@@ -100,7 +104,7 @@ class Plan:
         Snapshots are of running sequences; what a prefix cache keeps needs none.
         """
         replay = self.slots * (self.state + self.ring) + self.kv
-        conventional = self.slots * self.state + self.snapshots + self.kv
+        conventional = self.slots * self.conventional_state + self.snapshots + self.kv
         return {
             "replay": traffic.sequences_that_fit(budget, replay),
             "conventional": traffic.sequences_that_fit(budget, conventional),
@@ -111,7 +115,8 @@ def make_plan(model: ModelConfig, load: Workload) -> Plan:
     """Plan `load` for `model`.
 
     Raises:
-        ValueError: `T > L`, accepted tokens out of range, or heads that do not divide over the ranks.
+        ValueError: `T > L`, accepted tokens out of range, heads that do not divide over the ranks, or a
+            format that does not fit the state.
     """
     layers = [geometry.shard(load.tp) for geometry in model.recurrent]
     memory = [
@@ -123,6 +128,8 @@ def make_plan(model: ModelConfig, load: Workload) -> Plan:
     conventional, replay = _step(layers, load, load.window, traffic.EVERY_BYTE)
     return Plan(
         state=sum(m.state + m.conv for m in memory),
+        conventional_state=sum(m.conventional_state + m.conv for m in memory),
+        bytes_per_value=sum(m.state for m in memory) / sum(g.state_elements for g in layers),
         ring=sum(m.ring for m in memory),
         snapshots=sum(m.snapshots for m in memory),
         kv=load.context * model.kv.bytes_per_token(load.tp),
@@ -175,7 +182,11 @@ def plan(
         ),
     ] = 1,
     precision: Annotated[
-        str | None, typer.Option(help="Format of the state; by default REPLAYSSM_PRECISION or fp32.")
+        str | None,
+        typer.Option(
+            help="Format of the state, or of its copies as in nvfp4/fp16+sr; by default REPLAYSSM_PRECISION "
+            "or fp32."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -196,7 +207,7 @@ def plan(
 
 
 def _layout(geometry: LayerGeometry, load: Workload, window: int) -> RingLayout:
-    return RingLayout(geometry, window, load.draft, ACTIVATIONS)
+    return RingLayout(geometry, window, load.draft, ACTIVATIONS, split=load.precision.split)
 
 
 def _step(
@@ -242,9 +253,11 @@ def _report(model: ModelConfig, load: Workload, plan: Plan, tbps: float, gib: fl
         "rule": model.recurrent[0].rule.value,
         "state_shape": list(model.recurrent[0].shard(load.tp).state_shape),
         "unconfirmed": list(model.unconfirmed),
-        "workload": asdict(load),
+        "workload": asdict(load) | {"precision": str(load.precision)},
+        "bytes_per_value": plan.bytes_per_value,
         "memory_per_sequence": {
             "state": plan.state,
+            "conventional_state": plan.conventional_state,
             "ring": plan.ring,
             "ring_share": plan.ring / (plan.state + plan.ring),
             "snapshots": plan.snapshots,
@@ -292,8 +305,9 @@ def _memory_table(report: dict[str, Any]) -> Table:
     table = Table("memory of one sequence", title="Memory, per device", title_justify="left")
     table.add_column("conventional", justify="right")
     table.add_column("replay", justify="right")
-    state, kv = _mib(memory["state"]), _mib(memory["kv"])
-    table.add_row("state and convolution inputs", state, state)
+    kv = _mib(memory["kv"])
+    states = _mib(memory["conventional_state"]), _mib(memory["state"])
+    table.add_row("state and convolution inputs", *states)
     table.add_row("ring", "-", f"{_mib(memory['ring'])} ({memory['ring_share']:.1%})")
     table.add_row(f"snapshots for {load['draft']} draft tokens", _mib(memory["snapshots"]), "-")
     table.add_row(f"KV cache of {load['context']} tokens", kv, kv)
@@ -330,6 +344,11 @@ def _summary(report: dict[str, Any]) -> list[str]:
         lines.append(
             f"Counted per head, keys not shared, as published figures come out: {head['ratio']:.2f} at "
             f"L {load['window']}, best L {head['best_window']}."
+        )
+    if load["precision"] != "fp32":
+        lines.append(
+            f"States in {load['precision']}: {report['bytes_per_value']:.2f} bytes a value, where an fp32 "
+            "state has 4."
         )
     if report["unconfirmed"]:
         lines.append(f"Not confirmed in this model's config: {', '.join(report['unconfirmed'])}.")

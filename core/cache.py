@@ -13,9 +13,10 @@ from typing import Protocol
 import torch
 
 from replayssm.core.cursors import Cursors
+from replayssm.core.formats import StateCopy, allocate_states, state_tensors
 from replayssm.core.geometry import Rule
 from replayssm.core.layout import RingLayout
-from replayssm.core.precision import Precision
+from replayssm.core.precision import Precision, Rounding
 from replayssm.core.rows import write_rows
 
 
@@ -25,7 +26,7 @@ class Materialize(Protocol):
     def __call__(
         self,
         rule: Rule,
-        states: Sequence[torch.Tensor],
+        states: Sequence[StateCopy],
         rings: Sequence[Mapping[str, torch.Tensor]],
         ring_start: torch.Tensor,
         count: torch.Tensor,
@@ -34,6 +35,10 @@ class Materialize(Protocol):
         *,
         window: int,
         A: Sequence[torch.Tensor] | None,
+        rand_seed: torch.Tensor | None,
+        layer: int,
+        read_states: Sequence[StateCopy] | None,
+        hist_len: torch.Tensor | None,
     ) -> None: ...
 
 
@@ -46,18 +51,31 @@ class LayerBuffers:
         state: `[slots, HV, V, K]`, the checkpoints.
         rings: the ring's tensors by name.
         A: `[HV]` fp32, Mamba-2's decay rates; `None` for the other rules.
+        read_state: as `state`, the copy that steps read where the layout is split, else `None`.
+        rounding: how `state` is rounded.
     """
 
     layout: RingLayout
-    state: torch.Tensor
+    state: StateCopy
     rings: dict[str, torch.Tensor]
     A: torch.Tensor | None = None
+    read_state: StateCopy | None = None
+    rounding: Rounding = Rounding.NEAREST
 
     def __post_init__(self) -> None:
         expected = self.layout.geometry.state_shape
         if tuple(self.state.shape[1:]) != expected:
             raise ValueError(
                 f"state: expected [slots, {', '.join(map(str, expected))}], got {list(self.state.shape)}"
+            )
+        if self.layout.split != (self.read_state is not None):
+            raise ValueError(
+                "a read copy goes with a split layout and only with one: "
+                f"split {self.layout.split}, read_state {'missing' if self.read_state is None else 'given'}"
+            )
+        if self.read_state is not None and self.read_state.shape != self.state.shape:
+            raise ValueError(
+                f"read_state: expected {list(self.state.shape)}, got {list(self.read_state.shape)}"
             )
         self.layout.check(self.rings, self.state.shape[0])
         if (self.A is not None) != (self.layout.geometry.rule is Rule.MAMBA2):
@@ -75,9 +93,22 @@ class LayerBuffers:
         device: torch.device | str,
         A: torch.Tensor | None = None,
     ) -> LayerBuffers:
-        """Zero checkpoints and uninitialised rings for `slots` sequences."""
-        state = torch.zeros(slots, *layout.geometry.state_shape, dtype=precision.state_dtype, device=device)
-        return cls(layout, state, layout.allocate(slots, device), A)
+        """Zero checkpoints and rings for `slots` sequences.
+
+        Raises:
+            ValueError: the layout is split and the precision is not, or the other way round; or a format does
+                not fit the key dimension.
+        """
+        shape = (slots, *layout.geometry.state_shape)
+        state = allocate_states(precision.recurrence, shape, device)
+        read_state = allocate_states(precision.read, shape, device) if precision.split else None
+        rings = layout.allocate(slots, device)
+        return cls(layout, state, rings, A, read_state, precision.rounding)
+
+    @property
+    def copies(self) -> tuple[StateCopy, ...]:
+        """The recurrence copy and, where there is one, the read copy."""
+        return (self.state,) if self.read_state is None else (self.state, self.read_state)
 
 
 class ReplayCache:
@@ -89,6 +120,7 @@ class ReplayCache:
     Attributes:
         layers: the layers' buffers, in model order.
         cursors: shared by all layers.
+        seed: `[1]` int64 on the device, of stochastic rounding; every commit and materialize changes it.
     """
 
     def __init__(self, layers: Sequence[LayerBuffers], materialize: Materialize) -> None:
@@ -99,6 +131,7 @@ class ReplayCache:
         self.cursors = Cursors.allocate(
             first.state.shape[0], first.layout.window, first.layout.rows, first.state.device
         )
+        self.seed = torch.zeros(1, dtype=torch.int64, device=first.state.device)
         self._materialize = materialize
         for layer in layers:
             self.add_layer(layer)
@@ -132,13 +165,19 @@ class ReplayCache:
     def hand_out(self, slots: torch.Tensor) -> None:
         """Give slots to new sequences: zero states, empty rings, whatever was there before."""
         for layer in self.layers:
-            zeros = torch.zeros_like(layer.state[:1]).expand(len(slots), *layer.state.shape[1:])
-            write_rows(layer.state, slots, zeros, slots >= 0)
+            for tensor in (tensor for copy in layer.copies for tensor in state_tensors(copy)):
+                pool = tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8)
+                zeros = torch.zeros_like(pool[:1]).expand(len(slots), *pool.shape[1:])
+                write_rows(pool, slots, zeros, slots >= 0)
         self.cursors.anchor(slots)
 
     def adopt(self, slots: torch.Tensor) -> None:
-        """The engine has written the states of `slots` (prefill, load): they are the checkpoints now."""
+        """The engine has written the states of `slots` (prefill, load): they are the checkpoints now.
+
+        Their read copies are made anew.
+        """
         self.cursors.anchor(slots)
+        self._fold([layer for layer in self.layers if layer.layout.split], slots, slots * 0, slots)
 
     def evict(self, slots: torch.Tensor) -> None:
         """Take slots back; their history is forgotten, their states are left as they are."""
@@ -147,6 +186,7 @@ class ReplayCache:
     def commit(self, slots: torch.Tensor, draft: torch.Tensor, accepted: torch.Tensor) -> None:
         """End a step, see `Cursors.commit`."""
         self.cursors.commit(slots, draft, accepted)
+        self._change_seed()
 
     def rollback(self, slots: torch.Tensor, dropped: torch.Tensor) -> None:
         """Forget the newest `dropped` (`[B]`, at most `h`) committed records."""
@@ -158,23 +198,44 @@ class ReplayCache:
         The target's ring becomes empty unless it is the source's own slot, whose history is then
         shortened by what its checkpoint has taken in.
         """
-        for rule in Rule:
-            layers = [layer for layer in self.layers if layer.layout.geometry.rule is rule]
-            rates = [layer.A for layer in layers if layer.A is not None]
+        self._fold(self.layers, source, count, target)
+        own, pad = source == target, source < 0
+        self.cursors.advance(torch.where(own, target, -1), count)
+        self.cursors.anchor(torch.where(own | pad, -1, target))
+
+    def _fold(
+        self, layers: Sequence[LayerBuffers], source: torch.Tensor, count: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """`replayssm.kernels.materialize` of these layers, those together that one call takes."""
+        alike: dict[tuple[Rule, bool, Rounding], list[LayerBuffers]] = {}
+        for layer in layers:
+            kind = (layer.layout.geometry.rule, layer.layout.split, layer.rounding)
+            alike.setdefault(kind, []).append(layer)
+        done = 0
+        for (rule, split, rounding), group in alike.items():
+            rates = [layer.A for layer in group if layer.A is not None]
+            copies = [layer.read_state for layer in group if layer.read_state is not None]
             self._materialize(
                 rule,
-                [layer.state for layer in layers],
-                [layer.rings for layer in layers],
+                [layer.state for layer in group],
+                [layer.rings for layer in group],
                 self.cursors.start,
                 count,
                 source,
                 target,
                 window=self.window,
                 A=rates or None,
+                rand_seed=self.seed if rounding is Rounding.STOCHASTIC else None,
+                layer=done,
+                read_states=copies if split else None,
+                hist_len=self.cursors.history,
             )
-        own, pad = source == target, source < 0
-        self.cursors.advance(torch.where(own, target, -1), count)
-        self.cursors.anchor(torch.where(own | pad, -1, target))
+            done += len(group)
+        self._change_seed()
+
+    def _change_seed(self) -> None:
+        if any(layer.rounding is Rounding.STOCHASTIC for layer in self.layers):
+            self.seed += 1
 
     def flush(self, slots: torch.Tensor) -> None:
         """Fold all history of `slots`, so that whoever reads their states finds them current."""
@@ -212,8 +273,9 @@ class ReplayCache:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all checkpoints."""
-        return sum(layer.state.numel() * layer.state.element_size() for layer in self.layers)
+        """Bytes of all checkpoints, both copies where there are two."""
+        copies = (copy for layer in self.layers for copy in layer.copies)
+        return sum(tensor.nbytes for copy in copies for tensor in state_tensors(copy))
 
     @property
     def ring_bytes(self) -> int:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
+from replayssm.core.formats import FORMATS
 from replayssm.core.policy import capacity
-from replayssm.core.precision import Precision, Rounding
+from replayssm.core.precision import Precision
 
 ENV_PREFIX = "REPLAYSSM_"
 ENV_PATH = "REPLAYSSM_CONFIG"
@@ -37,15 +38,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def parse_precision(value: object) -> Precision:
-    """A `Precision` from itself, from one format for both copies, or from a mapping of its fields.
+    """A `Precision` from itself, from its short form, or from a mapping of its fields.
+
+    In a mapping the recurrence format may carry the marks of the short form: `recurrence: fp16+sr`.
 
     Raises:
-        ValueError: no such format, rounding or field.
+        ValueError: no such format, rounding or field, or formats that do not go together.
     """
     if isinstance(value, Precision):
         return value
     if isinstance(value, str):
-        return Precision(read=value, recurrence=value)
+        return Precision.parse(value)
     if isinstance(value, Mapping):
         names = [field.name for field in fields(Precision)]
         for key in value:
@@ -53,17 +56,38 @@ def parse_precision(value: object) -> Precision:
                 raise ValueError(
                     f"unknown key {key!r}{nearest(str(key), names)}: expected {', '.join(names)}"
                 )
-        return Precision(**value)
-    raise ValueError("expected a format such as 'fp32' or a mapping with read, recurrence and rounding")
+        return Precision(**_unmarked(dict(value)))
+    raise ValueError(
+        "expected a format such as 'fp32', two as in 'nvfp4/fp16+sr', or a mapping with read, recurrence, "
+        "rounding and force"
+    )
 
 
-def _refuse_stochastic(precision: Precision) -> Precision:
-    if precision.rounding is Rounding.STOCHASTIC:
-        raise ValueError(
-            "expected rounding 'nearest': stochastic rounding needs a seed in every step, and no adapter "
-            "passes one yet, so states would be rounded to nearest; leave rounding out"
+def _unmarked(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a precision with the marks of its recurrence format as fields of their own."""
+    recurrence = given.get("recurrence")
+    if not isinstance(recurrence, str) or "+" not in recurrence:
+        return given
+    twice = {"rounding", "force"} & set(given)
+    if twice:
+        raise ValueError(f"{min(twice)} and the marks of {recurrence!r} say the same: give one of them")
+    marked = Precision.parse(recurrence)
+    return {**given, "recurrence": marked.recurrence, "rounding": marked.rounding, "force": marked.force}
+
+
+def plain_format(precision: Precision, engine: str) -> str:
+    """The format of an engine's own state pool, for adapters that keep the checkpoints there.
+
+    Raises:
+        ConfigError: the precision asks for more than one plain copy rounded to nearest.
+    """
+    if not precision.plain:
+        raise ConfigError(
+            f"precision {str(precision)!r}: under {engine} the states are one copy in {', '.join(FORMATS)}, "
+            "rounded to nearest: packed formats, read copies and stochastic rounding are not served there "
+            "yet; expected one of these formats"
         )
-    return precision
+    return precision.recurrence
 
 
 def _refuse_bool(value: object) -> object:
@@ -82,8 +106,8 @@ class ReplayConfig(BaseModel):
         window: L, the most records a step may see as history plus draft before it must flush.
         max_draft: T_max, the most tokens a step may bring for a sequence; `None` means the smaller of
             8 and the window, see `resolved_max_draft`.
-        precision: storage of the state; a format name stands for one copy in that format. Its rounding is
-            to nearest: stochastic rounding is for those who call the kernels themselves.
+        precision: storage of the state: a mapping with `read`, `recurrence`, `rounding` and `force`, or the
+            short form, see `Precision.parse`; a format name stands for one copy in that format.
         backend: kernels to use, `torch`, `triton`, `cuda` or `flashinfer`; `auto` takes the fastest that
             works here.
     """
@@ -92,16 +116,14 @@ class ReplayConfig(BaseModel):
 
     window: Count = 16
     max_draft: Count | None = None
-    precision: Annotated[Precision, BeforeValidator(parse_precision), AfterValidator(_refuse_stochastic)] = (
-        Precision()
-    )
+    precision: Annotated[Precision, BeforeValidator(parse_precision)] = Precision()
     backend: Literal["auto", "torch", "triton", "cuda", "flashinfer"] = "auto"
 
     def __init__(self, **settings: Any) -> None:
         """Check the settings.
 
         Raises:
-            ConfigError: an unknown name, a value of the wrong kind, `T_max > L`, or stochastic rounding.
+            ConfigError: an unknown name, a value of the wrong kind, or `T_max > L`.
         """
         _refuse_unknown(settings, "keyword")
         try:

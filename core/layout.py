@@ -53,6 +53,7 @@ class RingLayout:
         activation_dtype: dtype of the recorded activations. Inputs are recorded in the dtype they
             arrive in, so recording them loses nothing; gates, log-decays and the delta rules' `u` are
             always fp32.
+        split: whether steps read another copy of the state than flushes start from.
     """
 
     geometry: LayerGeometry
@@ -60,6 +61,7 @@ class RingLayout:
     max_draft: int
     activation_dtype: torch.dtype = torch.bfloat16
     max_path: int | None = None
+    split: bool = False
 
     def __post_init__(self) -> None:
         capacity(self.window, self.max_draft, self.max_path)
@@ -74,10 +76,10 @@ class RingLayout:
         """The ring's tensors, in the order of the step function's arguments.
 
         Mamba-2 records `(x, B, dt)`. The delta rules record `u`, the key and the log-decay. `u` is
-        kept in fp32 as the step computed it, so outputs and flushes take it with no error of its own;
-        the raw value and beta would be needed only beside a read copy of lower precision than the
-        recurrence copy, since a `u` computed from it is not exact. Keys are recorded as they arrive,
-        before normalisation.
+        kept in fp32 as the step computed it, so outputs and flushes take it with no error of its own.
+        Where steps read a copy of their own, `u` has that copy's error, which a flush takes out again:
+        what it takes besides the difference of the copies is beta, not the value. Keys are recorded as
+        they arrive, before normalisation.
         """
         g, act, f32 = self.geometry, self.activation_dtype, torch.float32
         if g.rule is Rule.MAMBA2:
@@ -87,11 +89,12 @@ class RingLayout:
                 RingField("dt_cache", g.value_heads, None, f32),
             )
         decay = g.key_dim if g.rule is Rule.KDA else None
-        return (
+        fields = (
             RingField("u_cache", g.value_heads, g.value_dim, f32),
             RingField("k_cache", g.key_heads, g.key_dim, act),
             RingField("g_cache", g.value_heads, decay, f32),
         )
+        return (*fields, RingField("beta_cache", g.value_heads, None, f32)) if self.split else fields
 
     @property
     def record_bytes(self) -> int:

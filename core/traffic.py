@@ -13,6 +13,7 @@ from math import floor
 
 import torch
 
+from replayssm.core import formats
 from replayssm.core.geometry import LayerGeometry, Rule
 from replayssm.core.layout import RingField, RingLayout
 from replayssm.core.policy import capacity, must_flush
@@ -155,7 +156,8 @@ def replay(
 ) -> StepTraffic:
     """One layer's step with replay: the state is read once and written by flushes only.
 
-    Only live records are read, whether a step flushes or not.
+    Of two copies a step reads the read copy; a flush goes on from the recurrence copy and writes both. Only
+    live records are read, whether a step flushes or not.
 
     Args:
         layout: the ring.
@@ -163,17 +165,20 @@ def replay(
         accepted: mean number of tokens committed, see `flush_cycle`.
 
     Raises:
-        ValueError: `draft` or `accepted` out of range.
+        ValueError: `draft` or `accepted` out of range, or a layout for other copies than the precision's.
     """
     if draft > layout.max_draft:
         raise ValueError(f"draft must be at most the ring's max_draft={layout.max_draft}, got {draft}")
+    if layout.split != precision.split:
+        raise ValueError(f"precision {precision} and a layout with split={layout.split} don't go together")
     cycle = flush_cycle(layout.window, draft, accepted)
-    state = state_bytes(layout.geometry, precision)
+    flushes, geometry = cycle.flush_share, layout.geometry
+    read = (1 - flushes) * read_bytes(geometry, precision) + flushes * flush_read_bytes(geometry, precision)
     record = sum(_record_bytes(field, layout.geometry, accounting) for field in layout.fields)
     io = token_bytes(layout.geometry, layout.activation_dtype)
     return StepTraffic(
-        state_read=state,
-        state_write=cycle.flush_share * state,
+        state_read=read,
+        state_write=flushes * copies_bytes(geometry, precision),
         ring_read=cycle.records * record,
         ring_write=draft * layout.record_bytes if accounting.record_write else 0,
         token_io=draft * io if accounting.token_io else 0,
@@ -192,7 +197,7 @@ def best_window(
     """The window L, up to 128, whose steps move the fewest bytes; the smaller one on a tie."""
 
     def total(window: int) -> float:
-        layout = RingLayout(geometry, window, draft, activation_dtype)
+        layout = RingLayout(geometry, window, draft, activation_dtype, split=precision.split)
         return replay(layout, draft, accepted, precision=precision, accounting=accounting).total
 
     return min(range(draft, LARGEST_WINDOW + 1), key=total)
@@ -203,13 +208,15 @@ class SequenceMemory:
     """Bytes that one sequence occupies in one layer.
 
     Attributes:
-        state: the checkpoint.
+        state: the checkpoint, all copies.
+        conventional_state: the one copy that conventional decoding keeps.
         conv: the short convolution's inputs that both ways of decoding keep.
         ring: the ring, which replay adds.
         snapshots: the states that conventional verification adds, one per draft token.
     """
 
     state: int
+    conventional_state: int
     conv: int
     ring: int
     snapshots: int
@@ -222,7 +229,7 @@ class SequenceMemory:
     @property
     def conventional(self) -> int:
         """Without replay."""
-        return self.state + self.conv + self.snapshots
+        return self.conventional_state + self.conv + self.snapshots
 
 
 def sequence_memory(layout: RingLayout, draft: int = 1, *, precision: Precision = FP32) -> SequenceMemory:
@@ -231,7 +238,8 @@ def sequence_memory(layout: RingLayout, draft: int = 1, *, precision: Precision 
     state = state_bytes(geometry, precision)
     taps = max(geometry.conv_kernel - 1, 0)
     return SequenceMemory(
-        state=state,
+        state=copies_bytes(geometry, precision),
+        conventional_state=state,
         conv=taps * geometry.conv_channels * layout.activation_dtype.itemsize,
         ring=layout.bytes_per_slot,
         snapshots=draft * state if draft > 1 else 0,
@@ -244,8 +252,26 @@ def sequences_that_fit(budget: float, per_sequence: float) -> int:
 
 
 def state_bytes(geometry: LayerGeometry, precision: Precision) -> int:
-    """Bytes of one sequence's state."""
-    return geometry.state_elements * precision.state_dtype.itemsize
+    """Bytes of one sequence's state in its recurrence format, all that conventional decoding keeps."""
+    return formats.state_bytes(precision.recurrence, geometry.state_shape)
+
+
+def read_bytes(geometry: LayerGeometry, precision: Precision) -> int:
+    """Bytes of what a step reads of one sequence's state."""
+    return formats.state_bytes(precision.read, geometry.state_shape)
+
+
+def copies_bytes(geometry: LayerGeometry, precision: Precision) -> int:
+    """Bytes of one sequence's state in all copies that replay keeps."""
+    read = read_bytes(geometry, precision) if precision.split else 0
+    return state_bytes(geometry, precision) + read
+
+
+def flush_read_bytes(geometry: LayerGeometry, precision: Precision) -> int:
+    """Bytes of the states that a flush reads: a delta rule's needs the difference of both copies."""
+    if geometry.rule is Rule.MAMBA2:
+        return state_bytes(geometry, precision)
+    return copies_bytes(geometry, precision)
 
 
 def token_bytes(geometry: LayerGeometry, activation_dtype: torch.dtype) -> int:

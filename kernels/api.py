@@ -9,16 +9,22 @@ are for inference: no gradient is recorded, whatever their inputs ask for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from replayssm.core.formats import PackedState, StateCopy
 from replayssm.core.geometry import Rule
+from replayssm.kernels import torch_backend
 from replayssm.kernels.checks import (
     check_commit,
     check_heads,
     check_indices,
+    check_read_state,
     check_seed,
+    check_state,
     check_step,
+    copies_of,
     expect,
     is_aligned,
     is_dense,
@@ -30,7 +36,7 @@ from replayssm.kernels.step_index import EVERY_ROW, StepIndex
 
 @torch.no_grad()
 def mamba2_step(
-    state: torch.Tensor,
+    state: StateCopy,
     x_cache: torch.Tensor,
     B_cache: torch.Tensor,
     dt_cache: torch.Tensor,
@@ -51,6 +57,7 @@ def mamba2_step(
     index: StepIndex = EVERY_ROW,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    read_state: StateCopy | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """One decode or verification step of a Mamba-2 layer.
@@ -59,7 +66,8 @@ def mamba2_step(
     history of those rows with `hist_len + T > window` into `state`. Cursors are not moved.
 
     Args:
-        state: `[slots, H, P, N]` fp32, bf16 or fp16, the checkpoints; mutated. Slot stride free.
+        state: `[slots, H, P, N]` fp32, bf16 or fp16, or a `PackedState` of that shape, the checkpoints;
+            mutated. Slot stride free.
         x_cache: `[rings, H, R, P]`, recorded `x`; mutated. Slot, head and row strides free.
         B_cache: `[rings, G, R, N]`, recorded `B`; mutated.
         dt_cache: `[rings, H, R]` fp32, recorded `dt` after bias and softplus; mutated.
@@ -77,9 +85,13 @@ def mamba2_step(
         dt_softplus: apply softplus to `dt + dt_bias`.
         window: L.
         index: which slots and how many tokens, see `StepIndex`.
-        rand_seed: `[1]` int64 on the device; given, folds into an fp16 state round stochastically, by
-            the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes it at every step.
+        rand_seed: `[1]` int64 on the device; given, folds into an fp16 or packed state round
+            stochastically, by the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes
+            it at every step.
         layer: number of the layer, so that layers with one seed round differently.
+        read_state: as `state` in another format, the read copy: rows that do not flush read it and not
+            `state`; rows that flush write both. It holds `state` rounded to nearest; whoever else writes
+            `state` renews it (`store_states`, or `materialize` of no records in place). Mutated.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -89,7 +101,7 @@ def mamba2_step(
         ValueError: a shape, dtype or stride is wrong; the message names the tensor.
         BackendUnavailable: the backend named cannot run here or does not serve such a step.
     """
-    expect("state", state, (None, None, None, None))
+    check_state("state", state, (None, None, None, None))
     expect("B_cache", B_cache, (None, None, None, None))
     H, P, N = state.shape[1:]
     G, R = B_cache.shape[1:3]
@@ -106,7 +118,9 @@ def mamba2_step(
     expect("D", D, (H,))
     expect("z", z, (*lead, H, P))
     expect("dt_bias", dt_bias, (H,))
-    check_step(state, ring_start, hist_len, lead, out, x.shape, window, R, x_cache.shape[0], index)
+    check_step(
+        state, read_state, ring_start, hist_len, lead, out, x.shape, window, R, x_cache.shape[0], index
+    )
     check_seed(rand_seed, state)
     batch, tokens = index.rows_and_tokens((lead[0], lead[1]))
     call = StepCall(
@@ -114,17 +128,19 @@ def mamba2_step(
         index.draft_lens is not None, dt_softplus or dt_bias is not None, False, z is not None, state.dtype,
         _common_dtype(x, B, C, out, out if z is None else z), batch,
         _dense(state, (x_cache, B_cache), (dt_cache,), out, index, ring_start, hist_len, A, D, dt_bias),
-        all(map(is_aligned, (state, x_cache, B_cache, out))), rand_seed is not None,
+        all(map(is_aligned, (*_pools(state, read_state), x_cache, B_cache, out))), rand_seed is not None,
+        copies=copies_of(state, read_state),
     )  # fmt: skip
     return resolve(backend, x.device, call).mamba2_step(
         state, x_cache, B_cache, dt_cache, ring_start, hist_len, x, dt, A, B, C, out, D, z, dt_bias,
         dt_softplus, window=window, index=index, rand_seed=rand_seed, layer=layer,
+        **_given(read_state=read_state),
     )  # fmt: skip
 
 
 @torch.no_grad()
 def gdn_step(
-    state: torch.Tensor,
+    state: StateCopy,
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
@@ -145,6 +161,8 @@ def gdn_step(
     index: StepIndex = EVERY_ROW,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    read_state: StateCopy | None = None,
+    beta_cache: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """One decode or verification step of a Gated DeltaNet layer.
@@ -153,7 +171,8 @@ def gdn_step(
     `u` from the ring, in fp32 as it was computed.
 
     Args:
-        state: `[slots, HV, V, K]` fp32, bf16 or fp16; mutated. Slot stride free.
+        state: `[slots, HV, V, K]` fp32, bf16 or fp16, or a `PackedState` of that shape; mutated. Slot
+            stride free.
         u_cache: `[rings, HV, R, V]` fp32, recorded `u`, whatever dtype the inputs have; mutated.
         k_cache: `[rings, H, R, K]`, recorded keys before normalisation; mutated.
         g_cache: `[rings, HV, R]` fp32, recorded log-decays; mutated.
@@ -172,9 +191,15 @@ def gdn_step(
         use_qk_l2norm: l2-normalise `q` and `k` (eps 1e-6 inside the root).
         window: L.
         index: which slots and how many tokens, see `StepIndex`.
-        rand_seed: `[1]` int64 on the device; given, folds into an fp16 state round stochastically, by
-            the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes it at every step.
+        rand_seed: `[1]` int64 on the device; given, folds into an fp16 or packed state round
+            stochastically, by the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes
+            it at every step.
         layer: number of the layer, so that layers with one seed round differently.
+        read_state: as `state` in another format, the read copy: rows that do not flush read it and not
+            `state`; rows that flush write both. It holds `state` rounded to nearest; whoever else writes
+            `state` renews it (`store_states`, or `materialize` of no records in place). Mutated.
+        beta_cache: `[rings, HV, R]` fp32, with `read_state` only: recorded `beta`, zero where `u` was solved
+            from the recurrence copy; mutated. See `replayssm.kernels.torch_backend.delta`.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -186,26 +211,26 @@ def gdn_step(
     """
     _check_delta(
         state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
-        out, A_log, dt_bias, window, index, rand_seed, per_channel=False,
+        out, A_log, dt_bias, window, index, rand_seed, read_state, beta_cache, per_channel=False,
     )  # fmt: skip
     expect("dt_bias", dt_bias, (state.shape[1],))
     call = _delta_call(
-        Rule.GDN, state, k_cache, q, k, v, out, index, window, A_log is not None, False,
+        Rule.GDN, state, read_state, k_cache, q, k, v, out, index, window, A_log is not None, False,
         use_qk_l2norm,
         _dense(state, (u_cache, k_cache), (g_cache,), out, index, ring_start, hist_len,
                A_log, dt_bias),
-        all(map(is_aligned, (state, u_cache, k_cache, out))), rand_seed is not None,
+        all(map(is_aligned, (*_pools(state, read_state), u_cache, k_cache, out))), rand_seed is not None,
     )  # fmt: skip
     return resolve(backend, q.device, call).gdn_step(
         state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, _scale(scale, state), use_qk_l2norm, window=window, index=index,
-        rand_seed=rand_seed, layer=layer,
+        rand_seed=rand_seed, layer=layer, **_given(read_state=read_state, beta_cache=beta_cache),
     )  # fmt: skip
 
 
 @torch.no_grad()
 def kda_step(
-    state: torch.Tensor,
+    state: StateCopy,
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
@@ -227,6 +252,8 @@ def kda_step(
     index: StepIndex = EVERY_ROW,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    read_state: StateCopy | None = None,
+    beta_cache: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """One decode or verification step of a Kimi Delta Attention layer.
@@ -254,9 +281,15 @@ def kda_step(
         use_qk_l2norm: l2-normalise `q` and `k`.
         window: L.
         index: which slots and how many tokens, see `StepIndex`.
-        rand_seed: `[1]` int64 on the device; given, folds into an fp16 state round stochastically, by
-            the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes it at every step.
+        rand_seed: `[1]` int64 on the device; given, folds into an fp16 or packed state round
+            stochastically, by the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes
+            it at every step.
         layer: number of the layer, so that layers with one seed round differently.
+        read_state: as `state` in another format, the read copy: rows that do not flush read it and not
+            `state`; rows that flush write both. It holds `state` rounded to nearest; whoever else writes
+            `state` renews it (`store_states`, or `materialize` of no records in place). Mutated.
+        beta_cache: `[rings, HV, R]` fp32, with `read_state` only: recorded `beta`, zero where `u` was solved
+            from the recurrence copy; mutated. See `replayssm.kernels.torch_backend.delta`.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -268,7 +301,7 @@ def kda_step(
     """
     _check_delta(
         state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
-        out, A_log, dt_bias, window, index, rand_seed, per_channel=True,
+        out, A_log, dt_bias, window, index, rand_seed, read_state, beta_cache, per_channel=True,
     )  # fmt: skip
     HV, _, K = state.shape[1:]
     if dt_bias is not None and tuple(dt_bias.shape) not in ((HV, K), (HV * K,)):
@@ -279,23 +312,25 @@ def kda_step(
             f"{'without' if A_log is None else 'with'} A_log"
         )
     call = _delta_call(
-        Rule.KDA, state, k_cache, q, k, v, out, index, window, A_log is not None, lower_bound is not None,
-        use_qk_l2norm,
+        Rule.KDA, state, read_state, k_cache, q, k, v, out, index, window, A_log is not None,
+        lower_bound is not None, use_qk_l2norm,
         _dense(state, (u_cache, k_cache, g_cache), (), out, index, ring_start, hist_len,
                A_log, dt_bias),
-        all(map(is_aligned, (state, u_cache, k_cache, g_cache, out))), rand_seed is not None,
+        all(map(is_aligned, (*_pools(state, read_state), u_cache, k_cache, g_cache, out))),
+        rand_seed is not None,
     )  # fmt: skip
     return resolve(backend, q.device, call).kda_step(
         state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, lower_bound, _scale(scale, state), use_qk_l2norm,
         window=window, index=index, rand_seed=rand_seed, layer=layer,
+        **_given(read_state=read_state, beta_cache=beta_cache),
     )  # fmt: skip
 
 
 @torch.no_grad()
 def materialize(
     rule: Rule | str,
-    states: Sequence[torch.Tensor] | LayerTable,
+    states: Sequence[StateCopy] | LayerTable,
     rings: Sequence[Mapping[str, torch.Tensor]] | None,
     ring_start: torch.Tensor,
     count: torch.Tensor,
@@ -308,6 +343,8 @@ def materialize(
     use_qk_l2norm: bool = True,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    read_states: Sequence[StateCopy] | None = None,
+    hist_len: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> None:
     """Write the state after the first `count` records of each row into any slot, in all layers.
@@ -322,8 +359,9 @@ def materialize(
         rule: the layers' rule.
         states: per layer `[slots, HV, V, K]`; mutated at `target`. Or a `LayerTable` of that rule, which
             stands for `states`, `rings` and `A`.
-        rings: per layer the ring tensors by name, as `RingLayout.allocate` gives them; only read. `None`
-            with a `LayerTable`.
+        rings: per layer the ring tensors by name, as `RingLayout.allocate` gives them. `None` with a
+            `LayerTable`. Only read, but for a delta rule with `read_states`: there a fold in place that
+            leaves records writes these anew, as solved from the recurrence copy.
         ring_start: `[rings]` int32.
         count: `[B]` int, records to apply, `0 <= count <= h`; 0 copies the checkpoint.
         source: `[B]` int, slot of the checkpoint.
@@ -332,29 +370,82 @@ def materialize(
         ring_indices: `[B]` int, ring of each row; `source` by default.
         A: per layer `[H]` fp32, for Mamba-2.
         use_qk_l2norm: as in the steps that wrote the records.
-        rand_seed: `[1]` int64 on the device; given, fp16 states are rounded stochastically, as in the steps.
+        rand_seed: `[1]` int64 on the device; given, fp16 and packed states are rounded stochastically, as in
+            the steps.
         layer: number of the first layer; the others follow.
+        read_states: per layer the read copy, as `read_state` of the steps; mutated at `target`, also where
+            no records are applied.
+        hist_len: `[rings]` int32, live records; needed for a delta rule with `read_states`.
         backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have steps only, take
             the Triton one.
 
     Raises:
         ValueError: `A` is missing for Mamba-2, layers and rings differ in number, an index has another
-            shape than `source`, a seed comes with states that are not fp16, or the table is for another rule.
+            shape than `source`, a seed comes with fp32 or bf16 states, copies do not match, `hist_len` is
+            missing, or the table is for another rule.
         RuntimeError: lists of buffers, while a CUDA graph is being captured.
         BackendUnavailable: the backend named cannot run here.
     """
-    layers = _layers(Rule(rule), states, rings, A)
+    layers = _layers(Rule(rule), states, rings, A, read_states)
     if not layers.states:
         return
     ring_indices = source if ring_indices is None else ring_indices
     check_indices(source=source, count=count, target=target, ring_indices=ring_indices)
-    for state in layers.states:
+    for number, state in enumerate(layers.states):
         check_seed(rand_seed, state)
-    resolve_operation(backend, layers.states[0].device, "materialize").materialize(
+        check_read_state(state, None if layers.read_states is None else layers.read_states[number])
+    corrects = layers.read_states is not None and layers.rule is not Rule.MAMBA2
+    if corrects and (hist_len is None or hist_len.shape != ring_start.shape):
+        raise ValueError(
+            f"hist_len: expected {list(ring_start.shape)} int32 beside read copies of a delta rule, got "
+            f"{None if hist_len is None else list(hist_len.shape)}"
+        )
+    resolve_operation(backend, layers.states[0].device, "materialize", layers.copies).materialize(
         layers, ring_start, count, source, target,
         window=window, ring_indices=ring_indices, use_qk_l2norm=use_qk_l2norm,
-        rand_seed=rand_seed, layer=layer,
+        rand_seed=rand_seed, layer=layer, **_given(hist_len=hist_len if corrects else None),
     )  # fmt: skip
+
+
+def load_states(state: StateCopy) -> torch.Tensor:
+    """The states of every slot in fp32, `[slots, HV, V, K]`; `state` itself where it is fp32.
+
+    Args:
+        state: `[slots, HV, V, K]` fp32, bf16 or fp16, or a `PackedState`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    check_state("state", state, (None, None, None, None))
+    return torch_backend.load_states(state)
+
+
+@torch.no_grad()
+def store_states(
+    state: StateCopy,
+    values: torch.Tensor,
+    read_state: StateCopy | None = None,
+    *,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
+) -> None:
+    """Write the states of every slot, as a prefill leaves them, into all copies.
+
+    Args:
+        state: `[slots, HV, V, K]`, the recurrence copy; mutated.
+        values: `[slots, HV, V, K]` fp32.
+        read_state: the read copy; mutated.
+        rand_seed: `[1]` int64 on the device; given, `state` is rounded stochastically, as by the steps.
+        layer: number of the layer.
+
+    Raises:
+        ValueError: a shape or dtype is wrong; the message names the tensor.
+    """
+    check_state("state", state, (None, None, None, None))
+    check_read_state(state, read_state)
+    check_seed(rand_seed, state)
+    expect("values", values, tuple(state.shape), torch.float32)
+    torch_backend.store_states(state, values, read_state, rand_seed, layer)
 
 
 @torch.no_grad()
@@ -444,12 +535,13 @@ def commit(
 
 def _layers(
     rule: Rule,
-    states: Sequence[torch.Tensor] | LayerTable,
+    states: Sequence[StateCopy] | LayerTable,
     rings: Sequence[Mapping[str, torch.Tensor]] | None,
     A: Sequence[torch.Tensor] | None,
+    read_states: Sequence[StateCopy] | None,
 ) -> LayerTable:
     if isinstance(states, LayerTable):
-        if states.rule is not rule or rings is not None or A is not None:
+        if states.rule is not rule or rings is not None or A is not None or read_states is not None:
             raise ValueError(
                 "a LayerTable stands for states, rings and A: pass None for the latter two, and its own "
                 f"rule {states.rule}; got rule {rule}, rings {'None' if rings is None else 'given'}, "
@@ -458,10 +550,23 @@ def _layers(
         return states
     if rings is None:
         raise ValueError("rings: expected one mapping per layer, got None, which goes with a LayerTable")
-    return LayerTable(rule, tuple(states), tuple(rings), None if A is None else tuple(A))
+    rates = None if A is None else tuple(A)
+    copies = None if read_states is None else tuple(read_states)
+    return LayerTable(rule, tuple(states), tuple(rings), rates, copies)
 
 
-def _scale(scale: float | None, state: torch.Tensor) -> float:
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given: backends that do not know them are called without."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _pools(*copies: StateCopy | None) -> tuple[torch.Tensor, ...]:
+    """The values of each copy, or its codes."""
+    given = (copy for copy in copies if copy is not None)
+    return tuple(copy.codes if isinstance(copy, PackedState) else copy for copy in given)
+
+
+def _scale(scale: float | None, state: StateCopy) -> float:
     return state.shape[-1] ** -0.5 if scale is None else scale
 
 
@@ -471,7 +576,7 @@ def _common_dtype(*tensors: torch.Tensor) -> torch.dtype | None:
 
 
 def _dense(
-    state: torch.Tensor,
+    state: StateCopy,
     rows: tuple[torch.Tensor, ...],
     scalars: tuple[torch.Tensor, ...],
     out: torch.Tensor,
@@ -483,7 +588,7 @@ def _dense(
         *vectors, index.state_indices, index.ring_indices, index.draft_lens, index.cu_seqlens, index.parents,
     )  # fmt: skip
     return (
-        is_dense(state, 3)
+        is_dense(_pools(state)[0], 3)
         and all(is_dense(ring, 2) for ring in rows)
         and all(is_dense(ring, 1) for ring in scalars)
         and is_dense(out, 2)
@@ -493,7 +598,8 @@ def _dense(
 
 def _delta_call(
     rule: Rule,
-    state: torch.Tensor,
+    state: StateCopy,
+    read_state: StateCopy | None,
     k_cache: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -515,11 +621,12 @@ def _delta_call(
         rule, HV, H, V, K, R, window, tokens, index.parents is not None, index.cu_seqlens is not None,
         index.draft_lens is not None, raw_gates, lower_bound, False, state.dtype,
         _common_dtype(q, k, v, out), batch, dense, aligned, stochastic, use_qk_l2norm,
+        copies_of(state, read_state),
     )  # fmt: skip
 
 
 def _check_delta(
-    state: torch.Tensor,
+    state: StateCopy,
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
@@ -536,11 +643,13 @@ def _check_delta(
     window: int,
     index: StepIndex,
     rand_seed: torch.Tensor | None,
+    read_state: StateCopy | None,
+    beta_cache: torch.Tensor | None,
     *,
     per_channel: bool,
 ) -> None:
     """The checks that GDN and KDA share; `per_channel` says whether decays have a key dimension."""
-    expect("state", state, (None, None, None, None))
+    check_state("state", state, (None, None, None, None))
     expect("k_cache", k_cache, (None, None, None, None))
     HV, V, K = state.shape[1:]
     rings, H, R = k_cache.shape[:3]
@@ -557,5 +666,11 @@ def _check_delta(
     expect("A_log", A_log, (HV,))
     if dt_bias is not None and A_log is None:
         raise ValueError("dt_bias comes with A_log, which is missing: pass both, or finished gates")
-    check_step(state, ring_start, hist_len, lead, out, v.shape, window, R, rings, index)
+    if (beta_cache is None) != (read_state is None):
+        raise ValueError(
+            "beta_cache and read_state come together: pass both or neither, got "
+            f"{'read_state' if beta_cache is None else 'beta_cache'} alone"
+        )
+    expect("beta_cache", beta_cache, (rings, HV, R), torch.float32)
+    check_step(state, read_state, ring_start, hist_len, lead, out, v.shape, window, R, rings, index)
     check_seed(rand_seed, state)

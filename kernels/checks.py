@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from replayssm.core.precision import FORMATS
+from replayssm.core.formats import FORMATS, PackedState, StateCopy, state_format
+from replayssm.core.precision import STOCHASTIC_FORMATS
 from replayssm.kernels.step_index import StepIndex
 
 ACTIVATIONS = tuple(FORMATS.values())
@@ -33,6 +34,45 @@ def expect(
         raise ValueError(f"{name}: expected dtype {dtype}, got {tensor.dtype}")
     if not tensor.dtype.is_floating_point:
         raise ValueError(f"{name}: expected a floating-point tensor, got {tensor.dtype}")
+
+
+def check_state(name: str, state: StateCopy | None, shape: tuple[int | None, ...]) -> None:
+    """Check a pool of states as `expect` does; a packed one has checked its own tensors.
+
+    Raises:
+        ValueError: as `expect`.
+    """
+    if not isinstance(state, PackedState):
+        expect(name, state, shape)
+        if state is not None and state.dtype not in ACTIVATIONS:
+            raise ValueError(f"{name}: expected fp32, bf16, fp16 or a PackedState, got {state.dtype}")
+    elif any(want not in (None, size) for want, size in zip(shape, state.shape, strict=True)):
+        raise ValueError(f"{name}: expected states of shape {list(shape)}, got {list(state.shape)}")
+
+
+def check_read_state(state: StateCopy, read_state: StateCopy | None) -> None:
+    """A read copy has the shape and device of the recurrence copy, and another format.
+
+    Raises:
+        ValueError: as `expect`.
+    """
+    if read_state is None:
+        return
+    check_state("read_state", read_state, tuple(state.shape))
+    if read_state.device != state.device:
+        raise ValueError(f"read_state: expected a pool on {state.device}, got one on {read_state.device}")
+    if state_format(read_state) == state_format(state):
+        raise ValueError(
+            f"read_state: state and read_state are both {state_format(state)}; leave read_state out, steps "
+            "then read the state itself"
+        )
+
+
+def copies_of(state: StateCopy, read_state: StateCopy | None) -> str | None:
+    """`StepCall.copies`."""
+    if read_state is not None:
+        return f"{state_format(read_state)}/{state_format(state)}"
+    return state.format if isinstance(state, PackedState) else None
 
 
 def is_dense(tensor: torch.Tensor, inner: int) -> bool:
@@ -68,7 +108,8 @@ def check_heads(value_heads: int, key_heads: int) -> None:
 
 
 def check_step(
-    state: torch.Tensor,
+    state: StateCopy,
+    read_state: StateCopy | None,
     ring_start: torch.Tensor,
     hist_len: torch.Tensor,
     lead: torch.Size,
@@ -84,8 +125,7 @@ def check_step(
     Raises:
         ValueError: as `expect`.
     """
-    if state.dtype not in ACTIVATIONS:
-        raise ValueError(f"state: expected fp32, bf16 or fp16, got {state.dtype}")
+    check_read_state(state, read_state)
     expect("out", out, tuple(out_shape))
     for name, cursor in (("ring_start", ring_start), ("hist_len", hist_len)):
         if cursor.shape != (rings,) or cursor.dtype != torch.int32:
@@ -101,18 +141,18 @@ def check_step(
         )
 
 
-def check_seed(rand_seed: torch.Tensor | None, state: torch.Tensor) -> None:
-    """A seed of stochastic rounding goes with an fp16 state.
+def check_seed(rand_seed: torch.Tensor | None, state: StateCopy) -> None:
+    """A seed of stochastic rounding goes with an fp16 or packed state.
 
     Raises:
         ValueError: as `expect`.
     """
     if rand_seed is None:
         return
-    if state.dtype is not torch.float16:
+    if state_format(state) not in STOCHASTIC_FORMATS:
         raise ValueError(
-            f"rand_seed: stochastic rounding is for fp16 states, got a state of {state.dtype}; leave "
-            "rand_seed out to round to nearest"
+            f"rand_seed: stochastic rounding is for states in {', '.join(STOCHASTIC_FORMATS)}, got a state "
+            f"of {state.dtype}; leave rand_seed out to round to nearest"
         )
     if rand_seed.shape != (1,) or rand_seed.dtype != torch.int64 or rand_seed.device != state.device:
         raise ValueError(

@@ -13,8 +13,9 @@ from functools import cached_property
 
 import torch
 
+from replayssm.core.formats import PackedState, StateCopy
 from replayssm.core.geometry import Rule
-from replayssm.kernels.checks import is_dense
+from replayssm.kernels.checks import copies_of, is_dense
 
 FOLDED: dict[Rule, tuple[str, ...]] = {
     Rule.MAMBA2: ("x_cache", "B_cache", "dt_cache"),
@@ -102,12 +103,14 @@ class LayerTable:
         states: per layer `[slots, HV, V, K]`.
         rings: per layer the ring tensors by name, as `RingLayout.allocate` gives them.
         A: per layer `[H]`, for Mamba-2.
+        read_states: per layer the copy that steps read, where that is not the state itself.
     """
 
     rule: Rule
-    states: tuple[torch.Tensor, ...]
+    states: tuple[StateCopy, ...]
     rings: tuple[Mapping[str, torch.Tensor], ...]
     A: tuple[torch.Tensor, ...] | None = None
+    read_states: tuple[StateCopy, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.states) != len(self.rings):
@@ -119,11 +122,19 @@ class LayerTable:
                 f"A: Mamba-2 needs one [H] tensor for each of the {len(self.states)} layers, "
                 f"got {'none' if self.A is None else len(self.A)}"
             )
+        if self.read_states is not None and len(self.read_states) != len(self.states):
+            raise ValueError(
+                f"read_states: expected one for each of the {len(self.states)} layers, "
+                f"got {len(self.read_states)}"
+            )
+        folded = FOLDED[self.rule]
+        if self.read_states is not None and self.rule is not Rule.MAMBA2:
+            folded = (*folded, "beta_cache")
         for number, caches in enumerate(self.rings):
-            missing = [name for name in FOLDED[self.rule] if name not in caches]
+            missing = [name for name in folded if name not in caches]
             if missing:
                 raise ValueError(
-                    f"ring of layer {number}: {self.rule} folds {', '.join(FOLDED[self.rule])}, "
+                    f"ring of layer {number}: {self.rule} folds {', '.join(folded)}, "
                     f"{', '.join(missing)} missing"
                 )
 
@@ -145,6 +156,12 @@ class LayerTable:
         if table.states:
             _ = table.groups, table.ring_table.table
         return table
+
+    @property
+    def copies(self) -> str | None:
+        """`StepCall.copies` of the first layer."""
+        read_state = None if self.read_states is None else self.read_states[0]
+        return copies_of(self.states[0], read_state)
 
     @cached_property
     def ring_table(self) -> RingTable:
@@ -170,8 +187,13 @@ class LayerTable:
 
     def buffers(self, number: int) -> dict[str, torch.Tensor]:
         """State, the ring tensors that a fold reads, and for Mamba-2 `A` of one layer, by name."""
-        caches = self.rings[number]
-        found = {"state": self.states[number]} | {name: caches[name] for name in FOLDED[self.rule]}
+        caches, state = self.rings[number], self.states[number]
+        if isinstance(state, PackedState) or self.read_states is not None:
+            raise ValueError(
+                f"layer {number}: packed states and read copies have no table of addresses yet; pass lists "
+                "of states and rings, which the torch backend takes"
+            )
+        found = {"state": state} | {name: caches[name] for name in FOLDED[self.rule]}
         return found if self.A is None else found | {"A": self.A[number]}
 
     def _group(self, numbers: list[int]) -> LayerGroup:

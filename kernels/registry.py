@@ -1,7 +1,8 @@
 """Backends by name and by call. `auto` takes the first that serves the call and says so; a name is an order.
 
 A backend is a module with the step functions, `unavailable(device_type)` and `refuses(call)`. It may also
-have the slot operations `materialize`, `compact` and `commit`.
+have the slot operations `materialize`, `compact` and `commit`. One that serves packed states and read copies
+has `SERVES_COPIES = True`; the others never see them.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class StepCall:
             every token.
         stochastic: folds round stochastically.
         use_qk_l2norm: the step normalises `q` and `k`; false for Mamba-2.
+        copies: the formats, `"READ/RECURRENCE"` or one, where states are packed or steps read a copy of their
+            own; `None` for one plain copy.
     """
 
     rule: Rule
@@ -84,6 +87,7 @@ class StepCall:
     aligned: bool = True
     stochastic: bool = False
     use_qk_l2norm: bool = False
+    copies: str | None = None
 
 
 class BackendUnavailable(RuntimeError):
@@ -105,7 +109,9 @@ def resolve(name: str, device: torch.device, call: StepCall | None = None) -> Mo
     return _resolve(name, device.type, call)
 
 
-def resolve_operation(name: str, device: torch.device, operation: str) -> ModuleType:
+def resolve_operation(
+    name: str, device: torch.device, operation: str, copies: str | None = None
+) -> ModuleType:
     """The backend module for a slot operation.
 
     Backends that lack the operation are passed over by `auto`; named, they leave it to the Triton backend,
@@ -115,12 +121,13 @@ def resolve_operation(name: str, device: torch.device, operation: str) -> Module
         name: as for `resolve`.
         device: where the tensors are.
         operation: `"materialize"`, `"compact"` or `"commit"`.
+        copies: as in `StepCall`, where the operation touches states.
 
     Raises:
         ValueError: no such name.
         BackendUnavailable: the backend named, or the one in its place, cannot run here; says why.
     """
-    return _resolve_operation(name, device.type, operation)
+    return _resolve_operation(name, device.type, operation, copies)
 
 
 @lru_cache(maxsize=8192)
@@ -143,15 +150,21 @@ def _resolve(name: str, device_type: str, call: StepCall | None) -> ModuleType:
 
 
 @cache
-def _resolve_operation(name: str, device_type: str, operation: str) -> ModuleType:
+def _resolve_operation(name: str, device_type: str, operation: str, copies: str | None) -> ModuleType:
     _known(name)
     if name != "auto":
         named = _load(name, device_type)
-        return named if hasattr(named, operation) else _load(STAND_IN, device_type)
+        if not hasattr(named, operation):
+            name, named = STAND_IN, _load(STAND_IN, device_type)
+        if (reason := _lacks_copies(named, copies)) is not None:
+            raise BackendUnavailable(f"backend {name!r} cannot run {operation}: {reason}")
+        return named
     reasons: list[str] = []
     for candidate in PREFERENCE.get(device_type, ("torch",)):
         module, reason = _serves(candidate, device_type, None)
-        if module is not None and hasattr(module, operation):
+        if module is not None:
+            reason = _lacks_copies(module, copies)
+        if module is not None and reason is None and hasattr(module, operation):
             return module
         reasons.append(f"{candidate}: {reason or f'has no {operation}'}")
     raise BackendUnavailable(f"no backend can run {operation} on {device_type}: {'; '.join(reasons)}")
@@ -176,8 +189,15 @@ def _serves(name: str, device_type: str, call: StepCall | None) -> tuple[ModuleT
     module = import_module(BACKENDS[name])
     reason: str | None = module.unavailable(device_type)
     if reason is None and call is not None:
-        reason = module.refuses(call)
+        reason = _lacks_copies(module, call.copies) or module.refuses(call)
     return (module, None) if reason is None else (None, reason)
+
+
+def _lacks_copies(module: ModuleType, copies: str | None) -> str | None:
+    """Why a backend does not serve states of these formats; `None` when it does."""
+    if copies is None or getattr(module, "SERVES_COPIES", False):
+        return None
+    return f"it has no kernels for {copies} states yet; use backend='torch' or 'auto'"
 
 
 _said: set[tuple[str, str, Rule | None]] = set()

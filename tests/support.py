@@ -8,13 +8,15 @@ where a row has no token, and the output before the call.
 Bounds are derived, not tuned. With unit roundoff `u`, a sum of `n` products errs by at most about `n u`
 times the sum of their magnitudes. Decays and `I - beta k k^T` are contractions of a state's rows, so an
 error made at one token does not grow: a state stored in a low format is off by at most one rounding for
-each flush. What rings hold is as it came or in fp32, and costs nothing.
+each flush. What rings hold is as it came or in fp32, and costs nothing. The error of a read copy stays in
+outputs: states are bounded as if there were none.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayssm import kernels
 from replayssm.core import LayerBuffers, LayerGeometry, Precision, ReplayCache, RingLayout
-from replayssm.core.precision import parse_format
+from replayssm.core.formats import PACKED, StateCopy, state_tensors
+from replayssm.core.precision import Rounding, parse_format
 from replayssm.kernels import StepIndex
 from tests import oracle
 
@@ -50,6 +53,20 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def rounding_error(copy: StateCopy) -> float:
+    """Largest error of a row that is rounded to nearest, relative to the row's norm.
+
+    int8 has steps of `a / 127`, `a` a row's largest magnitude. The widest gap of e2m1, 4 to 6, is a third
+    of the largest magnitude that a block's scale is made for; that is at most 1.125 times the block's in
+    nvfp4, and twice in mxfp4.
+    """
+    if isinstance(copy, torch.Tensor):
+        return unit_roundoff(copy.dtype)
+    block = PACKED[copy.format].block or copy.shape[-1]
+    of_largest = {"fp8": 2.0**-4, "int8": 0.5 / 127, "nvfp4": 1.125 / 6, "mxfp4": 2 / 6}[copy.format]
+    return of_largest if copy.format == "fp8" else of_largest * block**0.5
+
+
 def ints(values: Iterable[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(list(values), dtype=dtype)
 
@@ -66,10 +83,28 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and left.shape == right.shape and digest(left) == digest(right)
 
 
+def stored_tensors(layer: LayerBuffers) -> list[torch.Tensor]:
+    """Every tensor of a layer, those of one-byte formats as bytes."""
+    copies = (tensor for copy in layer.copies for tensor in state_tensors(copy))
+    each = (*copies, *layer.rings.values())
+    return [tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8) for tensor in each]
+
+
+def poison(layer: LayerBuffers, slots: slice | int = slice(None)) -> None:
+    """NaN in every state and ring row of `slots`; in one-byte formats all bits set, which scales have too."""
+    for tensor in stored_tensors(layer):
+        tensor[slots] = 255 if tensor.dtype is torch.uint8 else NAN
+
+
+def is_poisoned(layer: LayerBuffers, slots: Sequence[int]) -> bool:
+    """Whether all of `slots` is as `poison` leaves it."""
+    tensors = [tensor[slots] for tensor in stored_tensors(layer)]
+    return all(((t == 255) if t.dtype is torch.uint8 else t.isnan()).all() for t in tensors)
+
+
 def poisoned(layer: LayerBuffers) -> LayerBuffers:
     """The layer with NaN in every state and ring row."""
-    for tensor in (layer.state, *layer.rings.values()):
-        tensor.fill_(NAN)
+    poison(layer)
     return layer
 
 
@@ -82,12 +117,13 @@ def make_layer(
     max_path: int | None = None,
     act: torch.dtype = torch.float32,
     state: torch.dtype = torch.float32,
+    precision: str | None = None,
 ) -> LayerBuffers:
-    """A poisoned layer; Mamba-2's `A` spreads over fast and slow heads."""
-    layout = RingLayout(geo, window, max_draft, act, max_path)
+    """A poisoned layer, stored in `precision`, or in one copy of `state`; `A` has fast and slow heads."""
+    stored = Precision.parse(parse_format(state) if precision is None else precision)
+    layout = RingLayout(geo, window, max_draft, act, max_path, stored.split)
     A = -torch.linspace(0.2, 2.0, geo.value_heads) if geo.rule == "mamba2" else None
-    precision = Precision(parse_format(state), parse_format(state))
-    return poisoned(LayerBuffers.allocate(layout, slots, precision, "cpu", A))
+    return poisoned(LayerBuffers.allocate(layout, slots, stored, "cpu", A))
 
 
 def draw(
@@ -138,6 +174,8 @@ def run_step(
     value = inputs["x" if layer.A is not None else "v"]
     if layer.A is not None:
         options = {"A": layer.A, "D": skip_weight(layer), **options}
+    seed = cache.seed if layer.rounding is Rounding.STOCHASTIC else None
+    options = {"read_state": layer.read_state, "rand_seed": seed, **options}
     given = torch.full_like(value, NAN) if out is None else out.fill_(NAN)
     returned = STEP[layer.layout.geometry.rule](
         state=layer.state,
@@ -223,7 +261,15 @@ class Bound:
     @property
     def _stored(self) -> float:
         """Error of a state's row from having been stored once a flush."""
-        return self.flushes * unit_roundoff(self.layer.state.dtype) * self.row_norm
+        roundings = 2 if self.layer.rounding is Rounding.STOCHASTIC else 1
+        return roundings * self.flushes * rounding_error(self.layer.state) * self.row_norm
+
+    @property
+    def _read(self) -> float:
+        """Error of a row that is read from a copy in another format, which no later token makes larger."""
+        if self.layer.read_state is None:
+            return 0.0
+        return rounding_error(self.layer.read_state) * (self.row_norm + self._stored)
 
     @property
     def state(self) -> float:
@@ -234,7 +280,7 @@ class Bound:
         products = self.query * max(self.row_norm, self.value)
         act = self.layer.layout.activation_dtype
         low = 0.0 if act is torch.float32 else unit_roundoff(act) * self.output
-        return self._terms * EPS * products + self.query * self._stored + low
+        return self._terms * EPS * products + self.query * (self._stored + self._read) + low
 
 
 @dataclass
@@ -394,7 +440,8 @@ class Walk:
         histories = [self.sequences[slot].history for slot in slots]
         assert self.cache.history(rows).tolist() == histories
         for number, layer in enumerate(self.layers):
-            state = layer.state.clone().float()
+            state = kernels.load_states(layer.state).clone()
+            read = None if layer.read_state is None else [deepcopy(layer.read_state)]
             kernels.materialize(
                 layer.layout.geometry.rule,
                 [state],
@@ -405,6 +452,8 @@ class Walk:
                 rows,
                 window=self.cache.window,
                 A=None if layer.A is None else [layer.A],
+                read_states=read,
+                hist_len=self.cache.cursors.history,
             )
             for slot in slots:
                 error = (state[slot].double() - self.sequences[slot].now(number)).abs().max().item()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from replayssm.core.config import ConfigError, ReplayConfig
+from replayssm.core.config import ConfigError, ReplayConfig, plain_format
 from replayssm.kernels.registry import NAMES
 
 ENV_SWITCH = "REPLAYSSM_SGLANG"
@@ -134,7 +134,8 @@ def settle(options: Options, cache_len: int, ssm_dtype: str | None) -> Settings:
         "precision": options.precision,
     }
     config = ReplayConfig.load(options.config, **overrides)
-    wanted = SSM_DTYPES[config.precision.recurrence] if "precision" in config.model_fields_set else None
+    stored = plain_format(config.precision, "SGLang")
+    wanted = SSM_DTYPES[stored] if "precision" in config.model_fields_set else None
     if wanted is not None and ssm_dtype not in (None, wanted):
         raise ConfigError(
             f"--mamba-ssm-dtype {ssm_dtype} and replayssm's precision {config.precision.recurrence} are the "

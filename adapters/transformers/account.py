@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replayssm.core import RingLayout
+from replayssm.core import LayerGeometry, Precision, RingLayout, traffic
 
 
 @dataclass
@@ -36,24 +36,29 @@ class Account:
     conventional_written: int = 0
 
     def add_layer_step(
-        self, layout: RingLayout, state_bytes: int, rows: int, history: int, draft: int, flush: bool
+        self, layout: RingLayout, precision: Precision, rows: int, history: int, draft: int, flush: bool
     ) -> None:
         """One layer's part in a step: `rows` sequences with `history` records and `draft` tokens."""
-        read = state_bytes + history * layout.record_bytes
-        written = draft * layout.record_bytes
+        geometry = layout.geometry
         if flush:
-            written += state_bytes
-        self.read += rows * read
-        self.written += rows * written
-        self.add_layer_kept(state_bytes, rows, draft)
+            self.add_layer_fold(layout, precision, rows, history)
+        else:
+            self.read += rows * (traffic.read_bytes(geometry, precision) + history * layout.record_bytes)
+        self.written += rows * draft * layout.record_bytes
+        self.add_layer_kept(geometry, precision, rows, draft)
 
-    def add_layer_fold(self, layout: RingLayout, state_bytes: int, rows: int, records: int) -> None:
-        """One layer's part in a fold outside a step: before a prompt, or when drafts fill the ring."""
-        self.read += rows * (state_bytes + records * layout.record_bytes)
-        self.written += rows * state_bytes
+    def add_layer_fold(self, layout: RingLayout, precision: Precision, rows: int, records: int) -> None:
+        """One layer's part in a fold, in a step or outside: before a prompt, or when drafts fill the ring."""
+        read = traffic.flush_read_bytes(layout.geometry, precision)
+        self.read += rows * (read + records * layout.record_bytes)
+        self.written += rows * traffic.copies_bytes(layout.geometry, precision)
 
-    def add_layer_kept(self, state_bytes: int, rows: int, tokens: int) -> None:
-        """What a conventional layer moves for `tokens` kept (negative: taken back) by each row."""
+    def add_layer_kept(self, geometry: LayerGeometry, precision: Precision, rows: int, tokens: int) -> None:
+        """What a conventional layer moves for `tokens` kept (negative: taken back) by each row.
+
+        It keeps one copy, in the recurrence format.
+        """
+        state_bytes = traffic.state_bytes(geometry, precision)
         self.conventional_read += rows * tokens * state_bytes
         self.conventional_written += rows * tokens * state_bytes
 

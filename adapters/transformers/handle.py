@@ -102,10 +102,9 @@ class Handle:
         rules = Counter(mixer.scan.rule.value for mixer in self.mixers)
         found = ", ".join(f"{count} {rule} layers" for rule, count in sorted(rules.items()))
         backend = resolve(self.config.backend, self.model.device).__name__.rsplit(".", 1)[-1]
-        precision = self.config.precision
         return (
             f"{type(self.model).__name__}: {found}; {backend}; window {self.config.window}, drafts up "
-            f"to {self.config.resolved_max_draft}; state {precision.recurrence}"
+            f"to {self.config.resolved_max_draft}; state {self.config.precision}"
         )
 
     def disable(self) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from replayssm.adapters.transformers.patch_points import scan_signature
-from replayssm.core import LayerBuffers, LayerGeometry, ReplayCache, Rule
+from replayssm.core import LayerGeometry, ReplayCache, Rounding, Rule
 from replayssm.kernels import gdn_step, kda_step, mamba2_step
 
 
@@ -75,10 +75,11 @@ class ScanCall(ABC):
         return None
 
     @abstractmethod
-    def tail(
-        self, head: int, prompt: int, layer: LayerBuffers, cache: ReplayCache, backend: str
-    ) -> torch.Tensor:
-        """Replay the tokens from `head` on; the first `prompt` of them belong to a prompt."""
+    def tail(self, head: int, prompt: int, cache: ReplayCache, number: int, backend: str) -> torch.Tensor:
+        """Replay the tokens from `head` on; the first `prompt` of them belong to a prompt.
+
+        `number` is the layer's in the cache.
+        """
 
     @staticmethod
     def to_scan(state: torch.Tensor) -> torch.Tensor:
@@ -123,13 +124,10 @@ class DeltaCall(ScanCall):
         value: torch.Tensor = self.arguments["value"]
         return value
 
-    def tail(
-        self, head: int, prompt: int, layer: LayerBuffers, cache: ReplayCache, backend: str
-    ) -> torch.Tensor:
-        step = kda_step if layer.layout.geometry.rule is Rule.KDA else gdn_step
+    def tail(self, head: int, prompt: int, cache: ReplayCache, number: int, backend: str) -> torch.Tensor:
+        step = kda_step if self.geometry.rule is Rule.KDA else gdn_step
         repeats = self.key_repeats
         return step(
-            layer.state,
             q=self._cut("query", head)[:, :, ::repeats],
             k=self._cut("key", head)[:, :, ::repeats],
             v=self._cut("value", head),
@@ -138,7 +136,7 @@ class DeltaCall(ScanCall):
             out=self._out(head),
             use_qk_l2norm=self.arguments["use_qk_l2norm_in_kernel"],
             backend=backend,
-            **_history(layer, cache),
+            **_stored(cache, number),
         )
 
     @staticmethod
@@ -171,11 +169,8 @@ class Mamba2Call(ScanCall):
         A: torch.Tensor = self.arguments["A"]
         return A.float()
 
-    def tail(
-        self, head: int, prompt: int, layer: LayerBuffers, cache: ReplayCache, backend: str
-    ) -> torch.Tensor:
+    def tail(self, head: int, prompt: int, cache: ReplayCache, number: int, backend: str) -> torch.Tensor:
         return mamba2_step(
-            layer.state,
             x=self._cut("hidden_states", head),
             dt=self._time_step(head, prompt),
             A=self.rates,
@@ -184,7 +179,7 @@ class Mamba2Call(ScanCall):
             out=self._out(head),
             D=self.arguments["D"],
             backend=backend,
-            **_history(layer, cache),
+            **_stored(cache, number),
         )
 
     def _time_step(self, head: int, prompt: int) -> torch.Tensor:
@@ -196,10 +191,19 @@ class Mamba2Call(ScanCall):
         return torch.cat([dt[:, :prompt].clamp(low, high), dt[:, prompt:]], 1)
 
 
-def _history(layer: LayerBuffers, cache: ReplayCache) -> dict[str, Any]:
-    """A step's arguments for the records before it."""
-    start, length = cache.cursors.start, cache.cursors.history
-    return {**layer.rings, "ring_start": start, "hist_len": length, "window": cache.window}
+def _stored(cache: ReplayCache, number: int) -> dict[str, Any]:
+    """A step's arguments for what a layer stores: the checkpoint and the records since."""
+    layer = cache.layers[number]
+    return {
+        "state": layer.state,
+        "read_state": layer.read_state,
+        "rand_seed": cache.seed if layer.rounding is Rounding.STOCHASTIC else None,
+        "layer": number,
+        **layer.rings,
+        "ring_start": cache.cursors.start,
+        "hist_len": cache.cursors.history,
+        "window": cache.window,
+    }
 
 
 CALLS: dict[Rule, type[ScanCall]] = {

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ import torch
 from replayssm import kernels
 from replayssm.adapters.transformers.account import Account
 from replayssm.adapters.transformers.scan_call import ScanCall
-from replayssm.core import ConvWindow, LayerBuffers, ReplayCache, RingLayout, must_flush
+from replayssm.core import ConvWindow, LayerBuffers, ReplayCache, RingLayout, Rounding, must_flush
 from replayssm.core.config import ReplayConfig
-from replayssm.core.rows import store_cast
+from replayssm.core.formats import select_states
 
 logger = logging.getLogger(__name__)
 
@@ -144,16 +144,17 @@ class Session:
         assert self._replay is not None
         outputs = []
         if forward.head:
-            out, state = call.head(forward.head, buffers.state.float())
-            buffers.state.copy_(store_cast(state.detach(), buffers.state.dtype))
+            out, state = call.head(forward.head, kernels.load_states(buffers.state))
+            self._store(layer, state.detach())
             outputs.append(out)
         if forward.tail:
             backend = self.config.backend
             with torch.no_grad():
-                out = call.tail(forward.head, forward.prompt, buffers, self._replay, backend)
+                number = self._replay_number[layer]
+                out = call.tail(forward.head, forward.prompt, self._replay, number, backend)
             outputs.append(_WithoutGradient.apply(out, call.activation))
             self._account().add_layer_step(
-                buffers.layout, _bytes(buffers), len(out), self.history, forward.tail, forward.flush
+                buffers.layout, self.config.precision, len(out), self.history, forward.tail, forward.flush
             )
         forward.scanned.add(layer)
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
@@ -228,10 +229,11 @@ class Session:
         self._commit()
         if self._replay is not None:
             index = index.to(self._replay.cursors.start.device)
-            cursors = self._replay.cursors
+            cursors, seed = self._replay.cursors, self._replay.seed
             self._replay = self._new_replay([_select(layer, index) for layer in self._replay.layers])
             self._replay.cursors.start.copy_(cursors.start[index])
             self._replay.cursors.history.copy_(cursors.history[index])
+            self._replay.seed.copy_(seed)
         if self._conv is not None:
             self._conv.end = self._conv.end[index]
             self._conv.inputs = [inputs[index] for inputs in self._conv.inputs]
@@ -262,7 +264,7 @@ class Session:
         found = {}
         for layer, number in self._replay_number.items():
             window = self._conv.window(self._conv_number[layer], rows).transpose(1, 2)
-            state = self._replay.layers[number].state.float()
+            state = kernels.load_states(self._replay.layers[number].state)
             found[layer] = StockState(window.contiguous(), self._calls[layer].to_scan(state))
         return found
 
@@ -362,7 +364,7 @@ class Session:
         self.history -= records
         self._account().flushes += len(rows)
         for layer in self._replay.layers:
-            self._account().add_layer_fold(layer.layout, _bytes(layer), len(rows), records)
+            self._account().add_layer_fold(layer.layout, self.config.precision, len(rows), records)
 
     def _roll_back(self, tokens: int) -> None:
         assert self._replay is not None
@@ -378,7 +380,8 @@ class Session:
         if self._replay is not None:
             self._account().kept += self._replay.slots * tokens
             for layer in self._replay.layers:
-                self._account().add_layer_kept(_bytes(layer), self._replay.slots, tokens)
+                geometry, rows = layer.layout.geometry, self._replay.slots
+                self._account().add_layer_kept(geometry, self.config.precision, rows, tokens)
 
     # Buffers.
 
@@ -411,19 +414,34 @@ class Session:
         """The buffers of `layer`, allocated at its first call, when its shapes are known."""
         if layer not in self._replay_number:
             tensor = call.activation
-            layout = RingLayout(call.geometry, self.window, self._max_draft, tensor.dtype)
             precision = self.config.precision
+            layout = RingLayout(
+                call.geometry, self.window, self._max_draft, tensor.dtype, split=precision.split
+            )
             buffers = LayerBuffers.allocate(layout, tensor.shape[0], precision, tensor.device, call.rates)
-            if layer in self._inherited:
-                buffers.state.copy_(call.from_scan(self._inherited.pop(layer).recurrent))
             self._replay_number[layer] = len(self._replay_number)
             self._calls[layer] = type(call)
             if self._replay is None:
                 self._replay = self._new_replay([buffers])
             else:
                 self._replay.add_layer(buffers)
+            if layer in self._inherited:
+                self._store(layer, call.from_scan(self._inherited.pop(layer).recurrent).float())
         assert self._replay is not None
         return self._replay.layers[self._replay_number[layer]]
+
+    def _store(self, layer: int, states: torch.Tensor) -> None:
+        """Write a layer's fp32 states, which came from elsewhere than a step, into all copies."""
+        assert self._replay is not None
+        number = self._replay_number[layer]
+        buffers = self._replay.layers[number]
+        kernels.store_states(
+            buffers.state,
+            states,
+            buffers.read_state,
+            rand_seed=self._replay.seed if buffers.rounding is Rounding.STOCHASTIC else None,
+            layer=number,
+        )
 
     def _new_replay(self, layers: list[LayerBuffers]) -> ReplayCache:
         return ReplayCache(layers, partial(kernels.materialize, backend=self.config.backend))
@@ -443,11 +461,7 @@ class _WithoutGradient(torch.autograd.Function):
         )
 
 
-def _bytes(layer: LayerBuffers) -> int:
-    """Bytes of one sequence's state."""
-    return layer.layout.geometry.state_elements * layer.state.element_size()
-
-
 def _select(layer: LayerBuffers, index: torch.Tensor) -> LayerBuffers:
     rings = {name: ring[index] for name, ring in layer.rings.items()}
-    return LayerBuffers(layer.layout, layer.state[index], rings, layer.A)
+    read_state = None if layer.read_state is None else select_states(layer.read_state, index)
+    return replace(layer, state=select_states(layer.state, index), rings=rings, read_state=read_state)

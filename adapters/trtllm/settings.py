@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from replayssm.core.config import ENV_PREFIX, ConfigError, ReplayConfig, nearest
+from replayssm.core.config import ENV_PREFIX, ConfigError, ReplayConfig, nearest, plain_format
 
 ENV_CONFIG = "TRTLLM_REPLAYSSM_CONFIG"
 """Variable with the path of the adapter's file."""
@@ -109,13 +109,14 @@ def read(path: Path) -> Settings:
         raise ConfigError(f"{path}: mode: expected {' or '.join(MODES)}, got {mode!r}")
     try:
         config = ReplayConfig(**content)
+        stored = plain_format(config.precision, "TensorRT-LLM")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     given = config.model_fields_set
     return Settings(
         config.window,
         config.backend,
-        config.precision.recurrence if "precision" in given else None,
+        stored if "precision" in given else None,
         config.max_draft,
         mode,
     )

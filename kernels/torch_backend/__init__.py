@@ -6,16 +6,22 @@ accelerator. The functions take what `replayssm.kernels`' public functions have 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from replayssm.core.cursors import Cursors
+from replayssm.core.formats import PackedState, StateCopy
 from replayssm.core.rows import write_rows, zero_where
 from replayssm.kernels.layer_table import LayerTable, RingTable
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 from replayssm.kernels.torch_backend import delta, mamba2
-from replayssm.kernels.torch_backend.rounding import round_states
+from replayssm.kernels.torch_backend.checkpoint import Checkpoint
+from replayssm.kernels.torch_backend.formats import decode
 from replayssm.kernels.torch_backend.step_rows import StepRows
+
+SERVES_COPIES = True
 
 
 def unavailable(device_type: str) -> str | None:
@@ -29,7 +35,7 @@ def refuses(call: StepCall) -> str | None:
 
 
 def mamba2_step(
-    state: torch.Tensor,
+    state: StateCopy,
     x_cache: torch.Tensor,
     B_cache: torch.Tensor,
     dt_cache: torch.Tensor,
@@ -50,17 +56,18 @@ def mamba2_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    read_state: StateCopy | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.mamba2_step`."""
     rows = _rows(x, x_cache, ring_start, hist_len, window, index)
     return mamba2.step(
-        rows, state, x_cache, B_cache, dt_cache, x, dt, A, B, C, out, D, z, dt_bias, dt_softplus, rand_seed,
-        layer,
+        rows, Checkpoint(state, read_state, rand_seed, layer), x_cache, B_cache, dt_cache, x, dt, A, B, C,
+        out, D, z, dt_bias, dt_softplus,
     )  # fmt: skip
 
 
 def gdn_step(
-    state: torch.Tensor,
+    state: StateCopy,
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
@@ -81,6 +88,8 @@ def gdn_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    read_state: StateCopy | None = None,
+    beta_cache: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.gdn_step`."""
     rows = _rows(q, k_cache, ring_start, hist_len, window, index)
@@ -88,13 +97,13 @@ def gdn_step(
     if A_log is not None:
         g, beta = delta.gdn_gates(g, beta, A_log, dt_bias)
     return delta.step(
-        rows, state, u_cache, k_cache, g_cache, q, k, v, g, beta, out, scale,
-        use_qk_l2norm, rand_seed, layer,
+        rows, Checkpoint(state, read_state, rand_seed, layer), u_cache, k_cache, g_cache, beta_cache, q, k,
+        v, g, beta, out, scale, use_qk_l2norm,
     )  # fmt: skip
 
 
 def kda_step(
-    state: torch.Tensor,
+    state: StateCopy,
     u_cache: torch.Tensor,
     k_cache: torch.Tensor,
     g_cache: torch.Tensor,
@@ -116,6 +125,8 @@ def kda_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    read_state: StateCopy | None = None,
+    beta_cache: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.kda_step`."""
     rows = _rows(q, k_cache, ring_start, hist_len, window, index)
@@ -123,8 +134,8 @@ def kda_step(
     if A_log is not None:
         g, beta = delta.kda_gates(g, beta, A_log, dt_bias, lower_bound)
     return delta.step(
-        rows, state, u_cache, k_cache, g_cache, q, k, v, g, beta, out, scale,
-        use_qk_l2norm, rand_seed, layer,
+        rows, Checkpoint(state, read_state, rand_seed, layer), u_cache, k_cache, g_cache, beta_cache, q, k,
+        v, g, beta, out, scale, use_qk_l2norm,
     )  # fmt: skip
 
 
@@ -140,6 +151,7 @@ def materialize(
     use_qk_l2norm: bool,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    hist_len: torch.Tensor | None = None,
 ) -> None:
     """See `replayssm.kernels.materialize`."""
     live = (source >= 0) & (target >= 0) & (ring_indices >= 0)
@@ -149,21 +161,80 @@ def materialize(
     for number, (state, caches) in enumerate(zip(layers.states, layers.rings, strict=True)):
         ring_rows = next(iter(caches.values())).shape[2]
         rows = (ring_start[ring].long()[:, None] + past) % ring_rows
+        read_state = None if layers.read_states is None else layers.read_states[number]
+        checkpoint = Checkpoint(state, read_state, rand_seed, layer + number)
+        if read_state is not None and layers.A is None:
+            assert hist_len is not None
+            held = live[:, None] & (past < hist_len[ring][:, None])
+            kept = held & ~applied & (source == target)[:, None]
+            u = _corrected(checkpoint, caches, slot, ring, rows, held, use_qk_l2norm)
+            _replace_kept(caches, u, ring, rows, kept)
+        else:
+            u = None
         old = {
             name: zero_where(~applied, cache[ring[:, None], :, rows].float())
             for name, cache in caches.items()
         }
-        S0 = zero_where(~live, state[slot].float())
+        S0 = zero_where(~live, checkpoint.recurrence(slot))
         if layers.A is not None:
             decay = layers.A[number].float()
             folded = mamba2.fold(S0, decay, old["x_cache"], old["B_cache"], old["dt_cache"])
         else:
             keys = delta.keys(old["k_cache"], state.shape[1], use_qk_l2norm)
-            g = delta.per_channel(old["g_cache"])
-            folded = delta.fold(S0, keys, old["u_cache"], g)
-        if rand_seed is not None:
-            folded = round_states(folded, rand_seed, target, layer + number)
-        write_rows(state, target, folded, live)
+            u = old["u_cache"] if u is None else zero_where(~applied, u)
+            folded = delta.fold(S0, keys, u, delta.per_channel(old["g_cache"]))
+        changed = live
+        if isinstance(state, PackedState):
+            checkpoint.copy(slot, target, live & (count == 0))
+            changed = live & (count > 0)
+        checkpoint.store(target, folded, changed)
+
+
+def load_states(state: StateCopy) -> torch.Tensor:
+    """See `replayssm.kernels.load_states`."""
+    return decode(state) if isinstance(state, PackedState) else state.float()
+
+
+def store_states(
+    state: StateCopy,
+    values: torch.Tensor,
+    read_state: StateCopy | None,
+    rand_seed: torch.Tensor | None,
+    layer: int,
+) -> None:
+    """See `replayssm.kernels.store_states`."""
+    Checkpoint(state, read_state, rand_seed, layer).store_all(values)
+
+
+def _corrected(
+    checkpoint: Checkpoint,
+    caches: Mapping[str, torch.Tensor],
+    slot: torch.Tensor,
+    ring: torch.Tensor,
+    rows: torch.Tensor,
+    held: torch.Tensor,
+    use_qk_l2norm: bool,
+) -> torch.Tensor:
+    """The history's `u [B, L, HV, V]` without the read copy's error; zero where no record is `held`."""
+    old = {name: zero_where(~held, cache[ring[:, None], :, rows].float()) for name, cache in caches.items()}
+    D = checkpoint.recurrence(slot) - checkpoint.read(slot)
+    D = zero_where(~held.any(1), D)
+    keys = delta.keys(old["k_cache"], D.shape[1], use_qk_l2norm)
+    d = delta.correction(D, keys, delta.per_channel(old["g_cache"]), old["beta_cache"])
+    return old["u_cache"] + d
+
+
+def _replace_kept(
+    caches: Mapping[str, torch.Tensor],
+    u: torch.Tensor,
+    ring: torch.Tensor,
+    rows: torch.Tensor,
+    kept: torch.Tensor,
+) -> None:
+    """Record corrected `u` for records that a fold in place leaves, whose own checkpoint is gone."""
+    every, valid, position = ring.repeat_interleave(rows.shape[1]), kept.flatten(), rows.flatten()
+    write_rows(caches["u_cache"], every, u.flatten(0, 1), valid, position)
+    write_rows(caches["beta_cache"], every, torch.zeros_like(u[..., 0]).flatten(0, 1), valid, position)
 
 
 def compact(

@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from replayssm.core.rows import any_row, write_rows, zero_where
+from replayssm.core.rows import any_row, expand_mask, zero_where
+from replayssm.kernels.torch_backend.checkpoint import Checkpoint
 from replayssm.kernels.torch_backend.mathematics import contract, decay, ieee_fp32, later_sum
-from replayssm.kernels.torch_backend.rounding import round_states
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
 def step(
     rows: StepRows,
-    state: torch.Tensor,
+    checkpoint: Checkpoint,
     x_cache: torch.Tensor,
     B_cache: torch.Tensor,
     dt_cache: torch.Tensor,
@@ -32,10 +32,11 @@ def step(
     z: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     dt_softplus: bool,
-    rand_seed: torch.Tensor | None,
-    layer: int,
 ) -> torch.Tensor:
-    """One step of a layer; arguments as `replayssm.kernels.mamba2_step`."""
+    """One step of a layer; arguments as `replayssm.kernels.mamba2_step`.
+
+    Rows that flush go on from the recurrence copy in all they do, the others from the read copy.
+    """
     A = A.float()
     dt = rows.tokens(dt)
     if dt_bias is not None:
@@ -46,7 +47,11 @@ def step(
     x_new, B_new, C_new = rows.tokens(x), rows.tokens(B), rows.tokens(C)
     x_old, B_old = rows.recorded(x_cache), rows.recorded(B_cache)
     dt_old = rows.recorded(dt_cache)
-    S0 = zero_where(~rows.live, state[rows.state].float())
+    S0 = zero_where(~rows.live, checkpoint.read(rows.state))
+    flushes = any_row(rows.flush)
+    if checkpoint.read_state is not None and flushes:
+        exact = checkpoint.recurrence(rows.state)
+        S0 = torch.where(expand_mask(rows.flush, S0), exact, S0)
 
     g_old, g_new = A * dt_old, A * dt  # [B, L, H], [B, T, H]
     path = rows.path_sum(g_new)  # [B, T, H]
@@ -54,7 +59,7 @@ def step(
     seen = (rows.token[:, :, None] & rows.history[:, None, :])[..., None]
     weight_old = dt_old[:, None] * decay(path[:, :, None] + later_sum(g_old)[:, None], seen)
     weight_new = dt[:, None] * decay(rows.path_between(g_new), rows.ancestors[..., None])
-    with ieee_fp32(state.device):
+    with ieee_fp32(S0.device):
         C_heads = _to_heads(C_new, S0.shape[1])
         y = G.exp()[..., None] * contract("bhpn,bthn->bthp", S0, C_heads)
         y = y + _attend(C_new, B_old, weight_old, x_old)
@@ -63,11 +68,8 @@ def step(
             y = y + D.float()[:, None] * x_new
         if z is not None:
             y = y * F.silu(rows.tokens(z))
-        if any_row(rows.flush):
-            folded = fold(S0, A, x_old, B_old, dt_old)
-            if rand_seed is not None:
-                folded = round_states(folded, rand_seed, rows.state, layer)
-            write_rows(state, rows.state, folded, rows.flush)
+        if flushes:
+            checkpoint.store(rows.state, fold(S0, A, x_old, B_old, dt_old), rows.flush)
     rows.record(x_cache, rows.raw(x))
     rows.record(B_cache, rows.raw(B))
     rows.record(dt_cache, dt)

@@ -62,6 +62,14 @@ def later_sum(g: torch.Tensor) -> torch.Tensor:
     return after.flip(1).cumsum(1).flip(1)
 
 
+def between(g: torch.Tensor) -> torch.Tensor:
+    """`[B, L, L, ...]`: entry `[b, s, j]` sums `g [B, L, ...]` over the records after `j`, up to `s`."""
+    records = torch.arange(g.shape[1], device=g.device)
+    after = records[:, None] > records
+    mask = after.view(1, *after.shape, *(1,) * (g.dim() - 2))
+    return torch.where(mask, g[:, :, None], torch.zeros((), device=g.device)).cumsum(1)
+
+
 def normalize(x: torch.Tensor) -> torch.Tensor:
     """l2-normalise the last dimension, eps 1e-6 inside the root."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,4 +1,4 @@
-"""Stochastic rounding of fp16 checkpoints; this is where the scheme is defined, for every backend.
+"""Stochastic rounding of checkpoints; this is where the scheme is defined, for every backend.
 
 Each stored element gets random bits of its own, a function of the seed and of where it is stored. So a seed
 gives the same bits on every backend and device, whatever else is in the batch and in whatever order.
@@ -6,19 +6,22 @@ gives the same bits on every backend and device, whatever else is in the batch a
 - The generator is Philox 4x32 of 10 rounds. Its key is the seed, an int64: the low 32 bits, then the high.
 - Its counter is `(element // 4, slot, layer, 0)` with `element = (head * V + v) * K + k`, the place in the
   slot, and the slot that is written. Word `element % 4` of the output belongs to the element.
-- `r` is the word's low 13 bits. With `m` the magnitude's fp32 bits, whose last 13 fp16 does not have,
+- In fp16 `r` is the word's low 13 bits. With `m` the magnitude's fp32 bits, whose last 13 fp16 does not have,
   `(m + r) >> 13` are fp16's bits after the exponents' biases are matched: `- (112 << 10)`.
 - Below fp16's normal range, `|x| < 2**-14`, values are multiples of `2**-24`: there `m` is
   `|x| * 2**37` without its fraction, and `(m + r) >> 13` are the bits as they are.
 - What would exceed 65504 becomes 65504, infinities and NaN stay what they are, and the sign is kept.
 
 A value between two neighbours becomes the upper with a probability of its distance from the lower, to
-2**-13 of their distance. A value that fp16 has stays itself.
+2**-13 of their distance. A value that fp16 has stays itself. Packed formats round their elements in the same
+way with more of the word's low bits, see `elements` and `formats`.
 """
 
 from __future__ import annotations
 
 import torch
+
+from replayssm.kernels.torch_backend.elements import HALF, stochastic
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -63,22 +66,13 @@ def random_words(seed: torch.Tensor, slots: torch.Tensor, layer: int, elements: 
 
 def round_to_half(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """fp32 `x` as fp16, rounded by the random `words` of the same shape."""
-    bits = x.view(torch.int32).long()
-    magnitude, random = bits & 0x7FFFFFFF, words & 0x1FFF
-    normal = ((magnitude + random) >> 13) - (112 << 10)
-    fraction = torch.where(magnitude < 0x38800000, x.abs(), 0.0) * 2.0**37
-    small = (fraction.long() + random) >> 13
-    half = torch.where(magnitude < 0x38800000, small, normal).clamp(max=0x7BFF)
+    bits = x.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    half = stochastic(x, HALF, words)
     half = torch.where(magnitude == 0x7F800000, 0x7C00, half)
     half = torch.where(magnitude > 0x7F800000, 0x7E00, half)
     half = torch.where(bits < 0, half - 0x8000, half)
     return half.to(torch.int16).view(torch.float16)
-
-
-def round_states(states: torch.Tensor, seed: torch.Tensor, slots: torch.Tensor, layer: int) -> torch.Tensor:
-    """fp32 states `[B, HV, V, K]` that are about to be stored in `slots` (`[B]`), as fp16."""
-    words = random_words(seed, slots.clamp(min=0), layer, states[0].numel())
-    return round_to_half(states.contiguous(), words.view(states.shape))
 
 
 def _product(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:

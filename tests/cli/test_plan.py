@@ -138,6 +138,24 @@ def test_slots_that_a_prefix_cache_keeps_have_rings_and_no_snapshots() -> None:
     assert fitting["conventional"] == budget // (5 * memory["state"] + memory["snapshots"])
 
 
+def test_two_copies() -> None:
+    """Both copies are in memory; conventional decoding keeps the one that recurs."""
+    full, split = plan("--model", SUPER), plan("--model", SUPER, "--precision", "nvfp4/fp16+sr")
+    assert split["workload"]["precision"] == "nvfp4/fp16+sr"
+    assert (round(split["bytes_per_value"], 2), full["bytes_per_value"]) == (2.56, 4)
+    state = {way: split["memory_per_sequence"][way] for way in ("state", "conventional_state")}
+    conv = full["memory_per_sequence"]["state"] - 40 * 4 * MIB
+    assert state["conventional_state"] == 40 * 2 * MIB + conv
+    assert state["state"] == pytest.approx(40 * 2.563 * MIB + conv, rel=1e-3)
+    assert split["traffic_per_step"]["replay"]["total"] < 0.46 * full["traffic_per_step"]["replay"]["total"]
+    fitting = plan("--model", SUPER, "--precision", "nvfp4/fp16+sr", "--hbm-gib", "80")["sequences_that_fit"]
+    assert fitting["conventional"] > fitting["replay"]
+    text = runner.invoke(
+        app, ["plan", "--model", SUPER, "--precision", "nvfp4/fp16+sr"], env={"COLUMNS": "200"}
+    )
+    assert "States in nvfp4/fp16+sr: 2.56 bytes a value, where an fp32 state has 4." in text.output
+
+
 def test_precision_halves_the_state() -> None:
     full, half = plan("--model", SUPER), plan("--model", SUPER, "--precision", "fp16")
     traffic = (full["traffic_per_step"]["replay"], half["traffic_per_step"]["replay"])
@@ -181,6 +199,7 @@ def test_refused_inputs() -> None:
     assert "above 0 and at most the draft T=2" in refusal("--model", SUPER, "--draft", "2", "--accept", "3")
     assert "must divide the 128 value heads, got tp=3" in refusal("--model", SUPER, "--tp", "3")
     assert "unknown format 'fp5'" in refusal("--model", SUPER, "--precision", "fp5")
+    assert "drifts away over long outputs" in refusal("--model", SUPER, "--precision", "fp8")
 
 
 def test_refused_files(tmp_path: Path) -> None:

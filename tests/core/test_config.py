@@ -1,17 +1,20 @@
 """ReplayConfig: precedence of its sources, and one clear error for whatever cannot be used."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from replayssm.core.config import ConfigError, ReplayConfig
-from replayssm.core.precision import Precision
+from replayssm.core.config import ConfigError, ReplayConfig, plain_format
+from replayssm.core.formats import PACKED
+from replayssm.core.precision import Precision, Rounding
 from replayssm.kernels import registry
 
 FP16 = Precision("fp16", "fp16")
-STOCHASTIC: dict[str, Any] = {"read": "fp16", "recurrence": "fp16", "rounding": "stochastic"}
+SPLIT = Precision("nvfp4", "fp16", Rounding.STOCHASTIC)
 
 
 def load(path: Path | None = None, env: dict[str, str] | None = None, **overrides: Any) -> ReplayConfig:
@@ -72,6 +75,58 @@ def test_a_precision_from_environment_and_file(tmp_path: Path) -> None:
     assert load(path, env={"REPLAYSSM_PRECISION": "bf16"}).precision == Precision("bf16", "bf16")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "nvfp4/fp16+sr",
+        {"read": "nvfp4", "recurrence": "fp16+sr"},
+        {"read": "nvfp4", "recurrence": "fp16", "rounding": "stochastic"},
+    ],
+)
+def test_spellings_of_a_split_precision(value: object, tmp_path: Path) -> None:
+    assert load(precision=value).precision == SPLIT
+    path = tmp_path / "replay.yaml"
+    path.write_text(yaml.safe_dump({"precision": value}), encoding="utf-8")
+    assert load(path).precision == SPLIT
+
+
+def test_a_split_precision_from_the_environment() -> None:
+    assert load(env={"REPLAYSSM_PRECISION": "nvfp4/fp16+sr"}).precision == SPLIT
+    assert load(env={"REPLAYSSM_PRECISION": "fp8+sr"}).precision == Precision("fp8", "fp8", "stochastic")
+
+
+@pytest.mark.parametrize("text", ["fp32", "fp16+sr", "nvfp4/fp32", "nvfp4/fp16+sr", "fp8+sr", "int8+force"])
+def test_the_short_form_is_read_as_it_is_written(text: str) -> None:
+    assert str(Precision.parse(text)) == text
+
+
+def test_a_precision_with_a_read_copy_alone_recurs_in_fp32() -> None:
+    assert load(precision={"read": "nvfp4"}).precision == Precision.parse("nvfp4/fp32")
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("copies", ["{}", "nvfp4/{}"])
+def test_round_to_nearest_again_and_again_is_refused(name: str, copies: str) -> None:
+    """L25: of a packed state that is read, updated and stored; forced it is had all the same."""
+    text = copies.format(name)
+    if text in ("nvfp4/nvfp4", "nvfp4/mxfp4"):
+        return
+    with pytest.raises(ConfigError, match=rf"an {name} state .* drifts away .*'{name}\+sr'.*'{name}\+force'"):
+        load(precision=text)
+    assert load(precision=f"{text}+force").precision.rounding is Rounding.NEAREST
+    assert load(precision=f"{text}+sr").precision.rounding is Rounding.STOCHASTIC
+
+
+@pytest.mark.parametrize("text", ["nvfp4/fp16+sr", "fp8+sr", "fp16+sr", "bf16/fp32"])
+def test_what_engines_with_pools_of_their_own_refuse(text: str) -> None:
+    message = (
+        f"precision '{re.escape(text)}': under SGLang .*one copy in fp32, bf16, fp16, rounded to nearest"
+    )
+    with pytest.raises(ConfigError, match=message):
+        plain_format(Precision.parse(text), "SGLang")
+    assert plain_format(FP16, "SGLang") == "fp16"
+
+
 def test_every_backend_can_be_named() -> None:
     assert {name: load(backend=name).backend for name in registry.NAMES} == {n: n for n in registry.NAMES}
 
@@ -90,18 +145,19 @@ def test_settings_cannot_be_changed() -> None:
         ({"window": True}, ["window", "whole number", "True"]),
         ({"window": "wide"}, ["window", "integer", "'wide'"]),
         ({"precision": "fp31"}, ["precision", "'fp31'", "fp32, bf16, fp16"]),
-        ({"precision": 16}, ["precision", "a format such as 'fp32'", "16"]),
+        ({"precision": 16}, ["precision", "a format such as 'fp32'", "'nvfp4/fp16+sr'", "16"]),
         ({"precision": {"reed": "fp16"}}, ["precision", "'reed'", "did you mean 'read'"]),
         ({"precision": {"rounding": "upwards"}}, ["precision", "'upwards'"]),
+        ({"precision": "fp32+sr"}, ["precision", "fp16, fp8, int8, nvfp4, mxfp4, got fp32"]),
+        ({"precision": "fp16+rs"}, ["precision", "'+rs'", "+sr (stochastic", "+force", "'fp16+rs'"]),
+        ({"precision": "/fp9"}, ["precision", "'fp9'", "nvfp4"]),
+        ({"precision": {"recurrence": "fp16"}}, ["precision", "read format fp32", "both the same format"]),
+        ({"precision": "int8/fp8+sr"}, ["precision", "read format int8 takes no fewer bits", "fp8"]),
         (
-            {"precision": STOCHASTIC},
-            ["precision", "rounding 'nearest'", "no adapter", "leave rounding out", "'stochastic'"],
+            {"precision": {"recurrence": "fp16+sr", "rounding": "stochastic"}},
+            ["precision", "rounding and the marks of 'fp16+sr' say the same"],
         ),
-        (
-            {"precision": Precision(**STOCHASTIC)},
-            ["precision", "rounding 'nearest'", "no adapter", "leave rounding out"],
-        ),
-        ({"precision": {"read": "fp16"}}, ["precision", "read format fp16", "both the same format"]),
+        ({"precision": {"read": "fp16", "force": "yes"}}, ["precision", "force", "true or false", "'yes'"]),
         ({"backend": "tpu"}, ["backend", "'auto', 'torch', 'triton', 'cuda' or 'flashinfer'", "'tpu'"]),
     ],
 )

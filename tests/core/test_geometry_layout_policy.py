@@ -166,7 +166,7 @@ def test_steps_per_flush_refuses_what_cannot_fit() -> None:
 def test_formats_and_their_aliases(name: str) -> None:
     dtype = FORMATS[name]
     assert parse_format(name) == parse_format(dtype) == parse_format(str(dtype)) == name
-    assert Precision(name, name).state_dtype is dtype
+    assert Precision(name, name).plain
 
 
 def test_refused_precisions() -> None:

@@ -22,9 +22,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from replayssm import kernels
 from replayssm.core import LayerBuffers
-from tests import oracle
-from tests.support import NAN, Tracked, Walk, draw, geometry, ints, make_layer, oracle_token
+from replayssm.core.formats import PackedState
+from replayssm.kernels.torch_backend.formats import decode, encode
+from tests import oracle, support
+from tests.support import NAN, Tracked, Walk, draw, geometry, ints, make_layer, oracle_token, same_bits
 
 SLOTS = 6
 EXAMPLES = 60
@@ -34,7 +37,7 @@ class Lifecycle(RuleBasedStateMachine):
     """Slots of one cache and the sequences that own them."""
 
     act = torch.float32
-    state = torch.float32
+    precision = "fp32"
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class Lifecycle(RuleBasedStateMachine):
     def layers(self) -> list[LayerBuffers]:
         shapes = {"mamba2": (4, 2, 3, 4), "gdn": (2, 1, 4, 5), "kda": (3, 3, 2, 4)}
         return [
-            make_layer(geometry(name, *shape), slots=SLOTS, state=self.state, act=self.act)
+            make_layer(geometry(name, *shape), slots=SLOTS, precision=self.precision, act=self.act)
             for name, shape in shapes.items()
         ]
 
@@ -69,8 +72,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     def poison(self, slot: int) -> None:
         for layer in self.walk.layers:
-            for tensor in (layer.state, *layer.rings.values()):
-                tensor[slot] = NAN
+            support.poison(layer, slot)
 
     def engine_prefill(self, slot: int, tokens: int, fresh: bool) -> None:
         """The engine's own kernel: reads and writes the state pool, which must be current."""
@@ -270,8 +272,17 @@ class Lifecycle(RuleBasedStateMachine):
     def free_slots_stay_poisoned(self) -> None:
         """L2, L3: no step, copy or flush has written where nobody lives."""
         for layer in self.walk.layers:
-            for tensor in (layer.state, *layer.rings.values()):
-                assert tensor[self.free].isnan().all()
+            assert support.is_poisoned(layer, self.free)
+
+    @invariant()
+    def read_copies_follow(self) -> None:
+        """What steps read is what flushes go on from, rounded to nearest, in every slot and at any time."""
+        for layer in self.walk.layers:
+            if layer.read_state is not None:
+                values = kernels.load_states(layer.state)[self.live]
+                assert isinstance(layer.read_state, PackedState)
+                read = kernels.load_states(layer.read_state)[self.live]
+                assert same_bits(read, decode(encode(layer.read_state.format, values)))
 
 
 class LowActivations(Lifecycle):
@@ -280,10 +291,30 @@ class LowActivations(Lifecycle):
 
 class LowStates(Lifecycle):
     act = torch.float16
-    state = torch.bfloat16
+    precision = "bf16"
+
+
+class ReadCopies(Lifecycle):
+    """Outputs err by what is read; states are as exact as without a read copy."""
+
+    precision = "fp8/fp32"
+
+
+class StochasticReadCopies(Lifecycle):
+    act = torch.bfloat16
+    precision = "int8/fp16+sr"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [Lifecycle, LowActivations, LowStates])
-def test_any_life(machine: type[Lifecycle]) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=30))
+@pytest.mark.parametrize(
+    ("machine", "examples"),
+    [
+        (Lifecycle, EXAMPLES),
+        (LowActivations, EXAMPLES),
+        (LowStates, EXAMPLES),
+        (ReadCopies, EXAMPLES // 6),
+        (StochasticReadCopies, EXAMPLES // 10),
+    ],
+)
+def test_any_life(machine: type[Lifecycle], examples: int) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30))

@@ -90,6 +90,45 @@ def test_low_precision_scales_the_state_only() -> None:
     assert half.ring_read == full.ring_read
 
 
+def test_a_read_copy_is_read_and_both_are_written() -> None:
+    """NVFP4 beside fp16: 2.56 bytes a value; a flush of Mamba-2 reads the latter alone."""
+    precision, values = Precision.parse("nvfp4/fp16+sr"), SUPER.state_elements
+    read = values // 2 + values // 16 + 4 * 128
+    step = traffic.replay(RingLayout(SUPER, 16, 1, split=True), precision=precision)
+    assert step.state_read == 15 / 16 * read + 1 / 16 * 2 * values
+    assert step.state_write == 1 / 16 * (read + 2 * values)
+    assert step.ring_read == traffic.replay(RingLayout(SUPER, 16, 1)).ring_read
+    assert round(traffic.copies_bytes(SUPER, precision) / values, 2) == 2.56
+    assert traffic.conventional(SUPER, precision=precision).state_read == 2 * values
+    memory = traffic.sequence_memory(RingLayout(SUPER, 16, 4, split=True), 4, precision=precision)
+    assert (memory.state, memory.snapshots) == (read + 2 * values, 4 * 2 * values)
+    assert memory.conventional == 2 * values + memory.conv + memory.snapshots
+
+
+@pytest.mark.parametrize("geometry", [GDN, KDA])
+def test_a_delta_rules_flush_reads_both_copies_and_records_beta(geometry: LayerGeometry) -> None:
+    precision, values = Precision.parse("fp8/fp32"), geometry.state_elements
+    layout = RingLayout(geometry, 16, 1, split=True)
+    read = values + 4 * geometry.value_heads * geometry.value_dim
+    step = traffic.replay(layout, precision=precision)
+    assert step.state_read == read + 1 / 16 * 4 * values
+    assert layout.record_bytes == RingLayout(geometry, 16, 1).record_bytes + 4 * geometry.value_heads
+    assert layout.fields[-1].name == "beta_cache"
+
+
+@pytest.mark.parametrize("name", ["fp8+sr", "int8+sr", "nvfp4+sr", "mxfp4+sr"])
+def test_one_packed_copy(name: str) -> None:
+    precision = Precision.parse(name)
+    step = traffic.replay(RingLayout(SUPER, 16, 1), precision=precision)
+    assert step.state_read == traffic.state_bytes(SUPER, precision) == 16 * step.state_write
+    assert 0.5 < step.state_read / SUPER.state_elements < 1.1
+
+
+def test_a_layout_for_other_copies_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"precision nvfp4/fp32 and a layout with split=False"):
+        traffic.replay(RingLayout(SUPER, 16, 1), precision=Precision.parse("nvfp4/fp32"))
+
+
 def test_wider_activations_make_larger_records() -> None:
     layout = RingLayout(SUPER, 16, 1, torch.float32)
     assert traffic.replay(layout).ring_read > 1.9 * traffic.replay(RingLayout(SUPER, 16, 1)).ring_read

@@ -124,7 +124,11 @@ def test_gates_and_u_are_recorded_in_fp32_only(rule: str, name: str) -> None:
 @pytest.mark.parametrize("rule", support.RULES)
 def test_step_refusals(rule: str) -> None:
     given = arguments(rule)
-    refuse(rule, "state: expected fp32, bf16 or fp16, got torch.float64", state=given["state"].double())
+    refuse(
+        rule,
+        "state: expected fp32, bf16, fp16 or a PackedState, got torch.float64",
+        state=given["state"].double(),
+    )
     refuse(rule, "out: expected shape [2, 3, 4, 5], got [2, 3, 4, 4]", out=torch.empty(B, T, 4, 4))
     refuse(rule, "ring_start: expected [4] torch.int32, got [3] torch.int32", ring_start=ints([0] * 3))
     refuse(rule, "hist_len: expected [4] torch.int32, got [4] torch.int64", hist_len=given["hist_len"].long())

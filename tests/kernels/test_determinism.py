@@ -12,12 +12,13 @@ from tests.support import RULES, Walk, digest, draw, geometry, ints, make_layer,
 SHAPES = {"small": {}, "model": {"HV": 8, "H": 2, "V": 64, "K": 128}}
 
 
-def life(rule: str, shape: str, slots: list[int], row: int, strangers: int) -> str:
+def life(rule: str, shape: str, slots: list[int], row: int, strangers: int, precision: str = "fp32") -> str:
     """Hash of one sequence's outputs, state and records over nine steps.
 
     It owns `slots[row]`; the other rows' inputs come from the seed `strangers`.
     """
-    layer = make_layer(geometry(rule, **SHAPES[shape]), slots=9, window=8, act=torch.bfloat16)
+    geo = geometry(rule, **SHAPES[shape])
+    layer = make_layer(geo, slots=9, window=8, act=torch.bfloat16, precision=precision)
     walk = Walk.of(layer)
     walk.hand_out(*slots)
     mine, others = torch.Generator().manual_seed(1), torch.Generator().manual_seed(strangers)
@@ -33,7 +34,8 @@ def life(rule: str, shape: str, slots: list[int], row: int, strangers: int) -> s
         walk.cache.commit(ints(slots), lens, (lens + 1) // 2)
     slot = slots[row]
     walk.cache.flush(ints(slots))
-    return digest(*outs, layer.state[slot], *(ring[slot].nan_to_num() for ring in layer.rings.values()))
+    stored = (tensor[slot].nan_to_num() for tensor in support.stored_tensors(layer))
+    return digest(*outs, *stored)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -61,6 +63,17 @@ def test_alone_and_in_any_batch(rule: str, shape: str) -> None:
     """A row alone, beside pads, and in batches of other sizes has the same bits."""
     batches = ([4], [-1, 4], [4, 0], [0, 4, 1, 2, 3], [8, 7, 6, 5, 4, 3, 2, 1, 0], [-1, -1, 4, -1])
     assert len({life(rule, shape, slots, slots.index(4), 5) for slots in batches}) == 1
+
+
+@pytest.mark.parametrize("precision", ["fp8/fp32", "int8/fp16+sr", "fp8+sr"])
+@pytest.mark.parametrize("rule", RULES)
+def test_copies_in_any_batch(rule: str, precision: str) -> None:
+    """So it is with packed states and read copies, and random words are the slot's own."""
+    batches = ([4], [-1, 4], [4, 0], [0, 4, 1, 2, 3])
+    hashes = {
+        life(rule, "small", slots, slots.index(4), seed, precision) for slots in batches for seed in (5, 6)
+    }
+    assert len(hashes) == 1
 
 
 @pytest.mark.parametrize("rule", RULES)

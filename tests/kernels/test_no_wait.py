@@ -14,6 +14,7 @@ from replayssm.kernels import StepIndex
 from tests import support
 from tests.support import RULES, NoReadBack, Walk, draw, geometry, ints, make_layer, run_step, same_bits
 
+COPIES = ("fp8/fp32", "int8/fp16+sr")
 TREE = torch.tensor([[-1, -1, 0, 0], [-1, 0, 1, 2], [-1, -1, -1, -1], [-1, 0, 0, 1]])
 PATH = torch.tensor([[0, 2, 0], [0, 1, 2], [3, 0, 0], [0, 0, 0]])
 SLOTS, LENS, ACCEPTED = ints([3, -1, 0, 5]), ints([4, 4, 1, 0]), ints([2, 3, 1, 0])
@@ -46,7 +47,7 @@ def life(layer: LayerBuffers, state_index: bool = True) -> list[torch.Tensor]:
     cache.flush(ints([-1]))
     cache.adopt(ints([2]))
     cache.evict(ints([5, -1]))
-    return [*outs, layer.state, *layer.rings.values(), cache.cursors.start, cache.cursors.history]
+    return [*outs, *support.stored_tensors(layer), cache.cursors.start, cache.cursors.history, cache.seed]
 
 
 @pytest.fixture
@@ -55,15 +56,15 @@ def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "may_read_back", lambda tensor: False)
 
 
-@pytest.mark.parametrize("state", support.DTYPES, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", *COPIES])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_accelerators_path_gives_the_same_bits(
-    rule: str, state: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rule: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path without shortcuts for the CPU leaves the same outputs, states, rings and cursors."""
 
     def make() -> LayerBuffers:
-        return make_layer(geometry(rule), slots=6, state=state)
+        return make_layer(geometry(rule), slots=6, precision=precision)
 
     here = life(make())
     monkeypatch.setattr(rows, "may_read_back", lambda tensor: False)
@@ -71,10 +72,11 @@ def test_the_accelerators_path_gives_the_same_bits(
     assert all(same_bits(x, y) for x, y in zip(here, there, strict=True))
 
 
+@pytest.mark.parametrize("precision", ["fp32", *COPIES])
 @pytest.mark.parametrize("rule", RULES)
-def test_no_value_is_read_back(rule: str, as_on_an_accelerator: None) -> None:
+def test_no_value_is_read_back(rule: str, precision: str, as_on_an_accelerator: None) -> None:
     """L21: no operation of a whole life has a result that depends on values, so none can wait."""
-    layer = make_layer(geometry(rule), slots=6)
+    layer = make_layer(geometry(rule), slots=6, precision=precision)
     with NoReadBack():
         life(layer)
 
@@ -134,14 +136,16 @@ class OnOneDevice(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4/fp16+sr"])
 @pytest.mark.parametrize("rule", RULES)
-def test_everything_stays_on_the_device(rule: str) -> None:
+def test_everything_stays_on_the_device(rule: str, precision: str) -> None:
     """L21: `meta` tensors, which hold no values, go through a whole life: nothing needs the host."""
     with OnOneDevice():
         meta = torch.device("meta")
-        layout = RingLayout(geometry(rule), 6, 4, torch.bfloat16)
+        stored = support.Precision.parse(precision)
+        layout = RingLayout(geometry(rule, K=32), 6, 4, torch.bfloat16, split=stored.split)
         A = torch.empty(4, device=meta) if rule == "mamba2" else None
-        layer = LayerBuffers.allocate(layout, 6, support.Precision("bf16", "bf16"), meta, A)
+        layer = LayerBuffers.allocate(layout, 6, stored, meta, A)
         cache = support.ReplayCache([layer], kernels.materialize)
         slots = torch.empty(3, dtype=torch.int32, device=meta)
         parents = torch.empty(3, 4, dtype=torch.int32, device=meta)
@@ -156,18 +160,19 @@ def test_everything_stays_on_the_device(rule: str) -> None:
             ),
             (StepIndex(), (3, 0)),
         ):
-            key, value = torch.empty(*lead, 2, 8, **act), torch.empty(*lead, 4, 5, **act)
+            key, value = torch.empty(*lead, 2, 32, **act), torch.empty(*lead, 4, 5, **act)
             heads = torch.empty(*lead, 4, device=meta)
             common = {
                 "state": layer.state, "ring_start": cache.cursors.start, "hist_len": cache.cursors.history,
                 "out": torch.empty_like(value), "window": 6, "index": index, **layer.rings,
+                "read_state": layer.read_state, "rand_seed": None if precision == "bf16" else cache.seed,
             }  # fmt: skip
             rates = torch.empty(4, device=meta)
             if rule == "mamba2":
                 extras = {"D": rates, "z": value, "dt_bias": rates, "dt_softplus": True}
                 out = kernels.mamba2_step(x=value, dt=heads, A=A, B=key, C=key, **extras, **common)
             else:
-                channel = (8,) if rule == "kda" else ()
+                channel = (32,) if rule == "kda" else ()
                 g, bias = torch.empty(*lead, 4, *channel, **act), torch.empty(4, *channel, device=meta)
                 raw = {"g": g, "beta": heads, "A_log": rates, "dt_bias": bias}
                 out = support.STEP[rule](q=key, k=key, v=value, **raw, **common)
@@ -177,4 +182,5 @@ def test_everything_stays_on_the_device(rule: str) -> None:
         cache.copy(slots, slots)
         cache.flush(slots)
         cache.rollback(slots, slots)
+        cache.adopt(slots)
         cache.evict(slots)

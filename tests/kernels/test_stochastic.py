@@ -381,7 +381,8 @@ def test_other_states_are_refused(rule: str, state: torch.dtype) -> None:
     layer = make_layer(geometry(rule), state=state)
     walk = Walk.of(layer)
     message = (
-        f"rand_seed: stochastic rounding is for fp16 states, got a state of {state}; leave rand_seed out"
+        "rand_seed: stochastic rounding is for states in fp16, fp8, int8, nvfp4, mxfp4, got a state of "
+        f"{state}; leave rand_seed out"
     )
     with pytest.raises(ValueError, match=message):
         run_step(layer, walk.cache, draw(layer, 1, 1, walk.generator), StepIndex(), rand_seed=seed_of(0))
@@ -408,13 +409,12 @@ def test_refused_seeds(seed: torch.Tensor, came: str) -> None:
 
 
 def test_the_precision_of_it() -> None:
-    """Stochastic rounding is named with fp16 only."""
+    """Stochastic rounding is named with fp16 and packed formats only."""
     precision = Precision("fp16", "fp16", Rounding.STOCHASTIC)
     assert precision == Precision("half", "half", "stochastic")  # type: ignore[arg-type]
-    assert precision.state_dtype is torch.float16
     assert Precision("fp16", "fp16").rounding is Rounding.NEAREST
     for name in ("fp32", "bf16"):
         with pytest.raises(
-            ValueError, match=f"stochastic rounding is for recurrence format fp16, got {name}"
+            ValueError, match=f"is for recurrence formats fp16, fp8, int8, nvfp4, mxfp4, got {name}"
         ):
             Precision(name, name, Rounding.STOCHASTIC)

@@ -243,6 +243,10 @@ def test_one_setting_given_twice() -> None:
         settings.settle(settings.Options(window=8), 4, None)
     with pytest.raises(ConfigError, match="--mamba-ssm-dtype float32 and replayssm's precision bf16"):
         settings.settle(settings.Options(precision="bf16"), 16, "float32")
+    with pytest.raises(
+        ConfigError, match=r"precision 'nvfp4/fp16\+sr': under SGLang the states are one copy"
+    ):
+        settings.settle(settings.Options(precision="nvfp4/fp16+sr"), 16, None)
     assert settings.settle(settings.Options(window=8), 8, None).window == 8
 
 

@@ -7,14 +7,16 @@ fp32 model than stock decoding is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from replayssm.adapters.transformers import enable
-from replayssm.core.precision import FORMATS
+from replayssm.adapters.transformers import Handle, enable
+from replayssm.core.formats import FORMATS
 from tests.adapters.transformers import zoo
 
 NAMES = ("OlmoHybridForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM", "KimiLinearForCausalLM")
@@ -67,3 +69,154 @@ def test_states_in_low_precision(name: str, precision: str) -> None:
     ours = decode(model, ids)
     assert 0 < error(ours, exact) < error(rounded, exact)
     assert handle.account.flushes == 4 * ((NEW - 1) // 8)
+
+
+SPLIT = [
+    ("OlmoHybridForCausalLM", "fp8/fp32"),
+    ("Mamba2ForCausalLM", "nvfp4/fp32"),
+    ("KimiLinearForCausalLM", "int8/fp32"),
+]
+
+
+@contextmanager
+def enabled(model: Any, precision: str) -> Iterator[Handle]:
+    handle = enable(model, window=8, precision=precision)
+    yield handle
+    handle.disable()
+
+
+@torch.no_grad()
+def converse(model: Any, ids: torch.Tensor, precision: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of given tokens under replay, and the states that its recurrent layers are left with.
+
+    Single tokens, drafts of which some are taken back, rounds between which nothing is settled so that a part
+    of the history is folded, another prompt in the middle, and rows that change places and back.
+    """
+    cache = DynamicCache(config=model.config)
+    options = {zoo.cache_keyword(model): cache}
+    logits = []
+
+    def feed(start: int, stop: int) -> None:
+        logits.append(model(ids[:, start:stop], **options).logits)
+
+    with enabled(model, precision) as handle:
+        feed(0, PROMPT)
+        for at in range(PROMPT, PROMPT + 10):
+            feed(at, at + 1)
+        cache.activate_past_recording()
+        for at in range(PROMPT + 10, PROMPT + 30, 2):
+            feed(at, at + 4)
+            cache.crop(-2)
+        cache.crop(0)
+        for at in range(PROMPT + 30, PROMPT + 42, 3):
+            feed(at, at + 3)
+        cache.crop(-1)
+        feed(PROMPT + 41, PROMPT + 42)
+        cache.crop(0)
+        swap = torch.arange(len(ids)).flip(0)
+        cache.reorder_cache(swap)
+        logits.append(model(ids[swap, PROMPT + 42 : PROMPT + 43], **options).logits[swap])
+        cache.crop(0)
+        cache.reorder_cache(swap)
+        feed(PROMPT + 43, PROMPT + NEW)
+        cache.crop(0)
+        layers = [mixer.layer_idx for mixer in handle.mixers]
+    states: list[torch.Tensor] = [cache.layers[layer].recurrent_states[0] for layer in layers]
+    return torch.cat(logits, 1), states
+
+
+@pytest.mark.parametrize(("name", "precision"), SPLIT)
+def test_a_read_copys_error_never_enters_a_state(name: str, precision: str) -> None:
+    """The first recurrent layer, whose inputs are the same, ends with the state that fp32 alone gives it.
+
+    Later layers take in what it gave out, so theirs differ, as the logits do.
+    """
+    ids = zoo.tokens(2, PROMPT + NEW)
+    model = zoo.BY_NAME[name].build()
+    exact, plain = converse(model, ids, "fp32")
+    found, states = converse(model, ids, precision)
+    assert (found - exact).abs().max() > 1e-4
+    assert torch.equal(found[:, :PROMPT], exact[:, :PROMPT])
+    torch.testing.assert_close(states[0], plain[0], rtol=0, atol=1e-5 * plain[0].abs().max().item())
+    assert (states[-1] - plain[-1]).abs().max() > 1e-4 * plain[-1].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("OlmoHybridForCausalLM", "fp8+sr"),
+        ("Mamba2ForCausalLM", "nvfp4/fp16+sr"),
+        ("KimiLinearForCausalLM", "int8/fp16+sr"),
+    ],
+)
+def test_stochastic_rounding_is_reproducible(name: str, precision: str) -> None:
+    """A second conversation gives the same bits; to nearest it gives others."""
+    ids = zoo.tokens(2, PROMPT + NEW)
+    model = zoo.BY_NAME[name].build()
+    first, second = (converse(model, ids, precision)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    nearest = precision.replace("+sr", "+force")
+    assert not torch.equal(first, converse(model, ids, nearest)[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["fp8/fp32", "fp8+sr"])
+def test_a_cache_from_before_is_taken_over(precision: str) -> None:
+    """What a stock model left in the cache is stored in all copies: the next tokens come from it."""
+    ids = zoo.tokens(2, PROMPT + NEW)
+    model = zoo.BY_NAME["OlmoHybridForCausalLM"].build()
+    logits = []
+    for early in (True, False):
+        options = {zoo.cache_keyword(model): DynamicCache(config=model.config)}
+        if not early:
+            model(ids[:, :PROMPT], **options)
+        with enabled(model, precision):
+            if early:
+                model(ids[:, :PROMPT], **options)
+            logits.append(model(ids[:, PROMPT : PROMPT + 1], **options).logits)
+    assert (logits[0] - logits[1]).abs().max() < 0.1 * logits[0].abs().max()
+    if precision == "fp8/fp32":
+        torch.testing.assert_close(*logits)
+
+
+@torch.no_grad()
+def test_the_account_of_two_copies() -> None:
+    """Steps read the read copy; a flush reads the recurrence copy, and writes both."""
+    ids = zoo.tokens(4, PROMPT + NEW)
+    model = zoo.BY_NAME["Mamba2ForCausalLM"].build()
+    accounts = {}
+    for text in ("fp32", "nvfp4/fp16"):
+        cache = DynamicCache(config=model.config)
+        with enabled(model, text) as handle:
+            options = {zoo.cache_keyword(model): cache}
+            model(ids[:, :PROMPT], **options)
+            for at in range(PROMPT, PROMPT + NEW):
+                model(ids[:, at : at + 1], **options)
+            replay = cache.session._replay
+            accounts[text], stored = handle.account, replay.state_bytes
+    geometry, rows = replay.layers[0].layout.geometry, 4 * len(replay.layers)
+    two, four = 2 * geometry.state_elements, 4 * geometry.state_elements
+    read = two // 4 + two // 32 + 4 * geometry.value_heads
+    assert stored == rows * (read + two)
+    plain, split = accounts.values()
+    flushes, steps = split.flushes // 4, split.steps
+    assert (flushes, steps) == ((NEW - 1) // 8, NEW)
+    rings = plain.read - rows * four * steps
+    assert split.read - rings == rows * (read * (steps - flushes) + two * flushes)
+    assert split.written - (plain.written - rows * four * flushes) == rows * (read + two) * flushes
+    assert split.conventional_read * 2 == plain.conventional_read
+
+
+def test_formats_that_do_not_fit_a_model_are_refused() -> None:
+    model = zoo.BY_NAME["OlmoHybridForCausalLM"].build()
+    with (
+        enabled(model, "nvfp4/fp32"),
+        pytest.raises(ValueError, match="must divide the key dimension, got K=8: use a format with a scale"),
+    ):
+        model(zoo.tokens(1, 4), use_cache=True)
+
+
+@pytest.mark.parametrize("text", ["fp32", "nvfp4/fp16+sr"])
+def test_the_log_line_names_the_copies(text: str) -> None:
+    with enabled(zoo.BY_NAME["Mamba2ForCausalLM"].build(), text) as handle:
+        assert handle.describe().endswith(f"; state {text}")
