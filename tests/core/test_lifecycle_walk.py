@@ -312,7 +312,7 @@ class StochasticReadCopies(Lifecycle):
         (Lifecycle, EXAMPLES),
         (LowActivations, EXAMPLES),
         (LowStates, EXAMPLES),
-        (ReadCopies, EXAMPLES // 6),
+        (ReadCopies, EXAMPLES // 8),
         (StochasticReadCopies, EXAMPLES // 10),
     ],
 )

@@ -23,8 +23,8 @@ from replayssm.kernels.torch_backend.rounding import random_words, round_to_half
 from tests import oracle, support
 from tests.support import NAN, RULES, Walk, draw, geometry, ints, make_layer, run_step, same_bits
 
-SHARED = ("fp8+sr", "int8+sr", "nvfp4+sr", "mxfp4+sr", "fp8+force", "nvfp4+force")
-SPLIT = ("nvfp4/fp32", "mxfp4/fp32", "int8/fp32", "bf16/fp32", "fp8/fp16", "nvfp4/fp16+sr", "nvfp4/fp8+sr")
+SHARED = ("fp8+sr", "int8+sr", "nvfp4+sr", "mxfp4+sr", "fp8+force")
+SPLIT = ("nvfp4/fp32", "int8/fp32", "bf16/fp32", "fp8/fp16", "nvfp4/fp16+sr", "nvfp4/fp8+sr")
 K = 32
 Token = dict[str, torch.Tensor]
 

@@ -146,7 +146,6 @@ def test_a_read_copys_error_never_enters_a_state(name: str, precision: str) -> N
     [
         ("OlmoHybridForCausalLM", "fp8+sr"),
         ("Mamba2ForCausalLM", "nvfp4/fp16+sr"),
-        ("KimiLinearForCausalLM", "int8/fp16+sr"),
     ],
 )
 def test_stochastic_rounding_is_reproducible(name: str, precision: str) -> None:
