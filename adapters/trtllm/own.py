@@ -45,7 +45,7 @@ from replayssm.adapters.trtllm.served import (
 )
 from replayssm.adapters.trtllm.settings import Settings
 from replayssm.core.geometry import Rule
-from replayssm.core.precision import Rounding, parse_format
+from replayssm.core.precision import parse_format
 from replayssm.kernels.registry import resolve
 
 logger = logging.getLogger(__name__)
@@ -174,11 +174,10 @@ def give_rings(
     turned = rule is Rule.GDN and rule in built and states_are_turned(built[rule], layout, states[0])
     rings = Rings(layout, states, requests, batch, settings.backend, turned, seed)
     setattr(manager, RECORDS, rings)
+    stored = parse_format(states[0].dtype) + ("" if seed is None else " rounded stochastically")
     logger.warning(
-        "replayssm: %d %s layers, %s; %s; window %d, %d tokens a step; state %s, rounding %s; "
-        "rings %.2f GB, %d requests",
-        len(states), rule, type(manager).__name__, backend, layout.window, tokens,
-        parse_format(states[0].dtype), Rounding.NEAREST if seed is None else Rounding.STOCHASTIC,
+        "replayssm: %d %s layers, %s; %s; window %d, %d tokens a step; state %s; rings %.2f GB, %d requests",
+        len(states), rule, type(manager).__name__, backend, layout.window, tokens, stored,
         rings.bytes / (1 << 30), requests,
     )  # fmt: skip
 

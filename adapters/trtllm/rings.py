@@ -179,8 +179,8 @@ class Rings(Records):
             rows=self.cursors.rows,
             backend=self.backend,
         )
-        # Rings get records in steps only, so no slot is folded twice between two of them. In place: a captured
-        # graph does it whenever it is replayed.
+        # Rings get records in steps only, so no slot is folded twice between two commits. In place, so that
+        # each replay of a captured graph does it.
         if self.seed is not None:
             self.seed.add_(1)
 

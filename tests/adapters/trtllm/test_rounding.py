@@ -89,10 +89,10 @@ def moved(server: Server, rings: Any, requests: list[Request]) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("by", ["steps", "handing over"])
-@pytest.mark.parametrize(("rule", "max_draft"), [("mamba2", None), ("gdn", 2)])
+@pytest.mark.parametrize(("rule", "max_draft"), [("mamba2", None), ("gdn", 1)])
 def test_small_additions_are_kept_on_average(rule: str, max_draft: int | None, by: str) -> None:
     """In flushes of steps, and where states are made current: suspended, sent, in mixed batches."""
-    tokens, folds, results = (1 if max_draft is None else 3), 16, {}
+    tokens, folds, results = (1 if max_draft is None else 2), 12, {}
     # A ring with room for one step is folded at each.
     settings = replace(SETTINGS, window=tokens if by == "steps" else WINDOW)
     for on in (False, True):
@@ -112,18 +112,17 @@ def test_small_additions_are_kept_on_average(rule: str, max_draft: int | None, b
     variance, error = folds * part * (1 - part), kept - want
     deviation = (want.square() * variance).sum().sqrt()
     assert (error * want).sum().abs() < 4 * deviation < 0.6 * want.square().sum()
-    assert error.square().mean() == pytest.approx(variance.mean(), rel=0.4)
+    assert error.square().mean().item() == pytest.approx(variance.mean().item(), rel=0.4)
 
 
-def bits(rank: int = 0, on: bool = True) -> list[torch.Tensor]:
+def bits(rank: int) -> list[torch.Tensor]:
     """States after some steps of the same requests."""
     from tensorrt_llm.mapping import Mapping
 
-    server, rings = rounding("cpp", "gdn", 2, on, options={"mapping": Mapping(rank=rank)})
+    server, _ = rounding("cpp", "gdn", 2, options={"mapping": Mapping(rank=rank)})
     requests = decoding(server, 2)
     for _ in range(WINDOW):
         server.step(decodes=requests, tokens=3, accepted=[1, 3])
-    assert on is (rings.seed is not None)
     return [states[[server.slot(request) for request in requests]].clone() for states in server.states()]
 
 
@@ -131,10 +130,9 @@ def test_the_same_bits_in_each_run_and_others_on_each_rank() -> None:
     def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
         return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
-    first = bits()
-    assert same(first, bits())
-    assert not same(first, bits(rank=1))
-    assert not same(first, bits(on=False))
+    first = bits(0)
+    assert same(first, bits(0))
+    assert not same(first, bits(1))
 
 
 @pytest.mark.parametrize(("rule", "max_draft"), [("mamba2", None), ("gdn", 2)])
@@ -143,7 +141,7 @@ def test_the_seed_changes_on_the_device(
 ) -> None:
     """In place and by an operation of the step, so that each replay of a captured graph changes it."""
     monkeypatch.setattr(rows, "may_read_back", lambda tensor: False)
-    server, rings = rounding("cpp", rule, max_draft)
+    server, rings = rounding("cpp", rule, max_draft, settings=replace(SETTINGS, window=3))
     requests = decoding(server, 2, steps=0)
 
     def quietly(function: Any) -> Any:
@@ -156,17 +154,15 @@ def test_the_seed_changes_on_the_device(
     for part in (*server.layers, server.worker):
         part.forward = quietly(part.forward)
     address, seen = rings.seed.data_ptr(), []
-    for _ in range(WINDOW + 2):
+    for _ in range(5):
         server.step(decodes=requests, tokens=1 if max_draft is None else 3, accepted=[1, 1], pads=1)
         seen.append(rings.seed.item())
     assert rings.cursors.start.any(), "a flush was seen"
-    assert seen == list(range(seen[0], seen[0] + WINDOW + 2))
+    assert seen == list(range(seen[0], seen[0] + 5))
     assert rings.seed.data_ptr() == address
 
 
-@pytest.mark.parametrize(
-    ("kind", "state"), [("python", torch.bfloat16), ("cpp", torch.float32), ("v2", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("kind", "state"), [("python", torch.bfloat16), ("v2", torch.float32)])
 def test_other_formats_are_rounded_to_nearest(kind: str, state: torch.dtype) -> None:
     """The engine disables it for them."""
     server, rings = rounding(kind, "mamba2", state=state, act=torch.bfloat16, tolerance=0.1)
@@ -176,4 +172,4 @@ def test_other_formats_are_rounded_to_nearest(kind: str, state: torch.dtype) -> 
 
 def test_the_log_says_it(caplog: pytest.LogCaptureFixture) -> None:
     rounding("cpp", "gdn")
-    assert "state fp16, rounding stochastic;" in caplog.text
+    assert "state fp16 rounded stochastically; rings" in caplog.text
