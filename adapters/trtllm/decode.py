@@ -63,6 +63,7 @@ def mamba2(
         dt_softplus=dt_softplus,
         window=rings.cursors.window,
         index=rings.index(slots, layer.first),
+        rand_seed=rings.seed,
         layer=layer.number,
         backend=rings.backend,
     )
@@ -114,6 +115,7 @@ def gdn(
         dt_bias=dt_bias,
         window=rings.cursors.window,
         index=rings.index(slots, layer.first),
+        rand_seed=rings.seed,
         layer=layer.number,
         backend=rings.backend,
     )

@@ -35,7 +35,7 @@ def manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
     groups = bound["n_groups"] // bound["mapping"].tp_size
     give_rings(
         self, active(), rule, list(self.ssm_states), groups, bound["dtype"], 1, bound["max_batch_size"],
-        len(self.state_indices),
+        len(self.state_indices), None,
     )  # fmt: skip
 
 

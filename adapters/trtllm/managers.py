@@ -51,6 +51,17 @@ def step_tokens(bound: dict[str, Any]) -> int:
     return 1 if spec is None else int(spec.tokens_per_gen_step)
 
 
+def seed_of(bound: dict[str, Any], state: torch.Tensor) -> int | None:
+    """The first seed of stochastic rounding, the same in each run; `None`: states are rounded to nearest.
+
+    As in the engine, only fp16 states are rounded stochastically, and ranks have seeds of their own: the low
+    half of the Philox key counts steps, and the high half is the rank.
+    """
+    if not bound["mamba_ssm_stochastic_rounding"] or state.dtype is not torch.float16:
+        return None
+    return int(bound["mapping"].rank) << 32
+
+
 def groups_of(mapping: Any, groups: int) -> int:
     """Key heads of this rank."""
     return groups if mapping.enable_attention_dp else groups // int(mapping.tp_size)

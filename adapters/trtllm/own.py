@@ -24,6 +24,7 @@ from replayssm.adapters.trtllm.managers import (
     ring_layout,
     rule_of,
     scheduled,
+    seed_of,
     slots_of,
     step_tokens,
 )
@@ -75,11 +76,11 @@ def hybrid_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     original(self, *args, **{**given, "use_replay_state_update": False})
     if self.local_num_mamba_layers == 0:
         return
-    mapping = bound["mapping"]
+    mapping, states = bound["mapping"], list(self.all_ssm_states)
     give_rings(
-        self, settings, rule_of(bound), list(self.all_ssm_states),
-        groups_of(mapping, bound["mamba_n_groups"]), bound["mamba_cache_dtype"], tokens,
-        bound["max_batch_size"] * mapping.pp_size, len(self.cuda_state_indices),
+        self, settings, rule_of(bound), states, groups_of(mapping, bound["mamba_n_groups"]),
+        bound["mamba_cache_dtype"], tokens, bound["max_batch_size"] * mapping.pp_size,
+        len(self.cuda_state_indices), seed_of(bound, states[0]),
     )  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     give_rings(
         self, settings, RULES[bound["model_type"]], list(cache.temporal),
         groups_of(bound["mapping"], bound["n_groups"]), bound["dtype"], tokens, self._max_resource_count,
-        len(self.intermediate_state_indices),
+        len(self.intermediate_state_indices), seed_of(bound, cache.temporal),
     )  # fmt: skip
 
 
@@ -146,6 +147,7 @@ def give_rings(
     tokens: int,
     requests: int,
     batch: int,
+    seed: int | None,
 ) -> None:
     """Rings beside a manager's states.
 
@@ -159,6 +161,7 @@ def give_rings(
         tokens: T of its steps at most.
         requests: that decode at a time, at most.
         batch: rows of a step at most.
+        seed: the first of stochastic rounding; `None`: round to nearest.
     """
     if unmeasured():
         raise Incompatible(
@@ -169,12 +172,12 @@ def give_rings(
     layout = ring_layout(settings, rule, states[0], groups, activations, tokens, settings.window)
     backend = resolve(settings.backend, states[0].device).__name__.rpartition(".")[2]
     turned = rule is Rule.GDN and rule in built and states_are_turned(built[rule], layout, states[0])
-    rings = Rings(layout, states, requests, batch, settings.backend, turned)
+    rings = Rings(layout, states, requests, batch, settings.backend, turned, seed)
     setattr(manager, RECORDS, rings)
+    stored = parse_format(states[0].dtype) + ("" if seed is None else " rounded stochastically")
     logger.warning(
         "replayssm: %d %s layers, %s; %s; window %d, %d tokens a step; state %s; rings %.2f GB, %d requests",
-        len(states), rule, type(manager).__name__, backend, layout.window, tokens,
-        parse_format(states[0].dtype),
+        len(states), rule, type(manager).__name__, backend, layout.window, tokens, stored,
         rings.bytes / (1 << 30), requests,
     )  # fmt: skip
 

@@ -31,6 +31,7 @@ class Records(ABC):
         cursors: start and history of each ring, shared by all layers.
         rates: per layer `A` `[H]` fp32 of Mamba-2, once the layer has run.
         backend: kernel backend.
+        seed: `[1]` int64, by which the coming folds round stochastically; `None`: they round to nearest.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Records(ABC):
         rings: Sequence[Mapping[str, torch.Tensor]],
         cursors: Cursors,
         backend: str,
+        seed: torch.Tensor | None = None,
     ) -> None:
         """Join them.
 
@@ -53,7 +55,7 @@ class Records(ABC):
                     f"{list(state.shape)}"
                 )
         self.layout, self.states, self.rings = layout, tuple(states), tuple(rings)
-        self.cursors, self.backend = cursors, backend
+        self.cursors, self.backend, self.seed = cursors, backend, seed
         self.rates: list[torch.Tensor | None] = [None] * len(states)
 
     @property
@@ -86,6 +88,7 @@ class Records(ABC):
             slots,
             window=self.cursors.window,
             ring_indices=torch.where(wanted, rings, NONE),
+            rand_seed=self.seed,
             backend=self.backend,
         )
         self.cursors.anchor(rings)

@@ -58,14 +58,16 @@ def refuse_borrowing(given: Mapping[str, Any], speculative: bool) -> None:
         *_never(given),
         (not speculative, "mode borrow in standard decoding",
          "the engine's own replay, whose buffers it takes, is for speculation only", "set mode: own"),
+        (given["mamba_ssm_stochastic_rounding"],
+         "kv_cache_config.mamba_ssm_stochastic_rounding in mode borrow",
+         "before sm100 the engine's own replay is off with it, and with its buffers states are rounded to "
+         "nearest", "set mode: own, or it to false"),
     )  # fmt: skip
 
 
 def _never(given: Mapping[str, Any]) -> list[Reason]:
     kda = [name for name, value in given.items() if name.startswith("kda_") and value]
     return [
-        (given.get("mamba_ssm_stochastic_rounding"), "kv_cache_config.mamba_ssm_stochastic_rounding",
-         "states are rounded to nearest", "set it to false"),
         (kda, ", ".join(kda), "Kimi Delta Attention is not served in TensorRT-LLM", "serve another model"),
     ]  # fmt: skip
 

@@ -39,6 +39,7 @@ class Rings(Records):
         batch: int,
         backend: str,
         turned: bool = False,
+        seed: int | None = None,
     ) -> None:
         """Allocate `rings` empty rings for each layer.
 
@@ -49,6 +50,7 @@ class Rings(Records):
             batch: the most rows of a step.
             backend: kernel backend.
             turned: see above.
+            seed: the first of stochastic rounding, one more at each step; `None`: round to nearest.
 
         Raises:
             ValueError: states of another shape than the layout's.
@@ -60,6 +62,7 @@ class Rings(Records):
             [layout.allocate(rings, device) for _ in states],
             Cursors.allocate(rings, layout.window, layout.rows, device),
             backend,
+            None if seed is None else torch.tensor([seed], device=device),
         )
         self.turned = turned
         self.rows = torch.full((batch,), NONE, dtype=torch.int32, device=device)
@@ -176,6 +179,10 @@ class Rings(Records):
             rows=self.cursors.rows,
             backend=self.backend,
         )
+        # Rings get records in steps only, so no slot is folded twice between two commits. In place, so that
+        # each replay of a captured graph does it.
+        if self.seed is not None:
+            self.seed.add_(1)
 
     def hand_over(self, slots: torch.Tensor, rings: torch.Tensor) -> None:
         """Make the states in `slots` what the engine's kernels read, `rings` (both `[B]` int32) empty."""

@@ -207,6 +207,7 @@ _BATCHES: tuple[Target, ...] = (
     Attributes(_ATTENTION, "AttentionMetadata", ("kv_cache_manager", "num_contexts", "num_seqs"),
                "which rows of a batch decode"),
 )  # fmt: skip
+_RANK = Attributes(("mapping",), "Mapping", ("rank",), "each rank's first seed of stochastic rounding")
 _PLACED = Call(_METADATA, "Mamba2Metadata.prepare", "kv_cache_manager.get_state_indices", 2, (),
                "rings of a batch's rows, before each step")  # fmt: skip
 _MODEL_CLASSES: tuple[Target, ...] = (
@@ -297,7 +298,7 @@ _MEASURED = Function(
 _POOLED = (_CPP, _PAGED, _PYTHON)
 _G3 = {
     "own": (
-        *_own_managers(_POOLED, _UPDATE), *_OWN_MAMBA2, *_OWN_GDN, *_BATCHES, _PLACED, _MEASURED,
+        *_own_managers(_POOLED, _UPDATE), *_OWN_MAMBA2, *_OWN_GDN, *_BATCHES, _RANK, _PLACED, _MEASURED,
         *_MODEL_CLASSES,
     ),
     "borrow": (
@@ -337,7 +338,7 @@ _OLDER_GDN: tuple[Target, ...] = (
 
 _G2 = {
     "own": (
-        *_own_managers((_CPP, _PYTHON), _COMMITTED), *_OWN_MAMBA2, *_OLDER_GDN, *_BATCHES, _PLACED,
+        *_own_managers((_CPP, _PYTHON), _COMMITTED), *_OWN_MAMBA2, *_OLDER_GDN, *_BATCHES, _RANK, _PLACED,
         _MEASURED, *_MODEL_CLASSES,
     ),
     "borrow": (

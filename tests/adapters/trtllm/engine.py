@@ -118,9 +118,14 @@ class Server:
             return torch.randn(*shape, generator=self.generator)
 
         if self.rule == "mamba2":
+            rounding = SimpleNamespace(
+                mamba_ssm_stochastic_rounding=self.options.get("mamba_ssm_stochastic_rounding", False),
+                mamba_ssm_cache_dtype=self.state,
+            )
             layer = Mamba2Mixer(
                 d_model=8, d_state=N, d_conv=WIDTH, nheads=H, n_groups=G, head_dim=P, chunk_size=16,
-                layer_idx=index, dtype=self.act, config=SimpleNamespace(mapping=self.mapping),
+                layer_idx=index, dtype=self.act,
+                config=SimpleNamespace(mapping=self.mapping, quant_config=rounding),
             )  # fmt: skip
             values = {"A": -torch.linspace(0.2, 2.0, H), "D": random(H), "dt_bias": random(H)}
         else:

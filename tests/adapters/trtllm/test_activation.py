@@ -140,7 +140,6 @@ def mapping(**fields: Any) -> Any:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (lambda: {"mamba_ssm_stochastic_rounding": True}, "mamba_ssm_stochastic_rounding: states are rounded"),
     (lambda: {"spec_config": tree(use_dynamic_tree=True)}, "a draft tree: its recurrent layers are told"),
     (lambda: {"spec_config": tree(eagle_choices=[[0]])}, "a draft tree"),
     (lambda: {"spec_config": tree(decoding_type="Eagle3")}, "decoding_type Eagle3: only MTP's worker"),

@@ -250,7 +250,13 @@ def test_padding_is_never_counted(kind: str, rule: str) -> None:
         ("cpp", "gdn", None, {}, "mode borrow in standard decoding: the engine's own replay.*set mode: own"),
         ("python", "mamba2", None, {}, "mode borrow in standard decoding"),
         ("v2", "gdn", 2, {"use_replay_state_update": False}, "own replay, which is off.*USE_GDN_REPLAY=1"),
-        ("cpp", "mamba2", 2, {"mamba_ssm_stochastic_rounding": True}, "states are rounded to nearest"),
+        (
+            "cpp",
+            "mamba2",
+            2,
+            {"mamba_ssm_stochastic_rounding": True},
+            "mamba_ssm_stochastic_rounding in mode borrow: before sm100.*set mode: own",
+        ),
         ("cpp", "gdn", 2, {"kda_replay_num_spec": 3}, "Kimi Delta Attention is not served"),
     ],
 )

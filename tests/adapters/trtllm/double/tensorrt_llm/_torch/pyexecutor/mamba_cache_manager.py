@@ -47,6 +47,11 @@ def _replay_buffers(layers, slots, history_size, heads, head_dim, groups, d_stat
     }
 
 
+def _seeds(slots, stochastic_rounding):
+    """A seed for each slot where states may be rounded stochastically."""
+    return torch.arange(1, slots + 1) if stochastic_rounding else None
+
+
 class BaseMambaCacheManager(ABC):
     @abstractmethod
     def get_state_indices(self, *args, **kwargs): ...
@@ -164,9 +169,13 @@ class PythonMambaCacheManager(BaseResourceManager):
         self._padding_slot = self.mamba_cache_free_blocks.pop()
         self.intermediate_state_indices = torch.arange(max_batch_size, dtype=torch.int32)
         self._max_resource_count = len(self.mamba_cache_free_blocks)
+        self._mamba_ssm_rand_seed = _seeds(max_batch_size, mamba_ssm_stochastic_rounding)
 
     def get_max_resource_count(self):
         return self._max_resource_count
+
+    def get_mamba_ssm_rand_seed(self):
+        return self._mamba_ssm_rand_seed
 
     def prepare_resources(self, scheduled_batch):
         for request in scheduled_batch.context_requests + scheduled_batch.generation_requests:
@@ -300,6 +309,9 @@ class MambaCacheManager(BaseResourceManager, BaseMambaCacheManager):
     def get_max_resource_count(self):
         return self._impl.get_max_resource_count()
 
+    def get_mamba_ssm_rand_seed(self):
+        return self._impl.get_mamba_ssm_rand_seed()
+
     def prepare_resources(self, scheduled_batch):
         self._impl.prepare_resources(scheduled_batch)
 
@@ -338,6 +350,9 @@ class MambaCacheManager(BaseResourceManager, BaseMambaCacheManager):
 
 
 class MambaHybridCacheManager(BaseResourceManager, BaseMambaCacheManager):
+    def get_mamba_ssm_rand_seed(self):
+        return self._mamba_ssm_rand_seed
+
     def _setup_mtp_intermediate_states(self, spec_config, max_batch_size):
         self.spec_config = spec_config
         self.intermediate_ssm_states = None
@@ -617,6 +632,7 @@ class CppMambaHybridCacheManager(KVCacheManager, MambaHybridCacheManager):
         self._layers(mamba_num_layers + num_layers, mamba_layer_mask, layer_mask, mapping)
         self.requests = []
         self._replay_sizes(spec_config, use_replay_state_update, mamba_n_groups, mapping)
+        self._mamba_ssm_rand_seed = _seeds(max_batch_size, mamba_ssm_stochastic_rounding)
         self._use_gdn_cached_replay_all_layer_commit = (
             use_replay_state_update and model_type == "qwen3_next" and self.local_num_mamba_layers > 0
         )
@@ -782,6 +798,7 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, MambaHybridCacheManager):
         **kwargs,
     ):
         self._replay_sizes(spec_config, use_replay_state_update, mamba_n_groups, mapping)
+        self._mamba_ssm_rand_seed = _seeds(max_batch_size, mamba_ssm_stochastic_rounding)
         self.ssm_state_dtype = mamba_ssm_cache_dtype
         self.conv_state_dtype = mamba_cache_dtype
         self._layers(mamba_num_layers + num_layers, mamba_layer_mask, layer_mask, mapping)

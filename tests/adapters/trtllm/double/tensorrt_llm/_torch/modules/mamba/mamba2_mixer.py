@@ -62,6 +62,12 @@ class Mamba2Mixer(nn.Module):
         self.conv1d.bias = None
         self._use_mtp_custom_op = os.environ.get("TRTLLM_MAMBA2_MTP_USE_CUSTOM_OP", "0") == "1"
         self.selective_state_update_func = selective_state_update_native
+        quant_config = getattr(config, "quant_config", None)
+        self._stochastic_rounding_for_flashinfer = (
+            quant_config is not None
+            and quant_config.mamba_ssm_stochastic_rounding
+            and quant_config.mamba_ssm_cache_dtype is torch.float16
+        )
 
     def post_load_weights(self):
         H, P, N = self.tp_nheads, self.head_dim, self.d_state
@@ -132,6 +138,12 @@ class Mamba2Mixer(nn.Module):
             # The replay kernel takes dt as it comes.
             dt_d = dt_d if is_target_verify and use_replay else dt_d.float()
             dt_d = dt_d[:, :, None].expand(-1, -1, self.head_dim)
+            philox_kwargs = {}
+            if self._stochastic_rounding_for_flashinfer and not (is_target_verify and use_replay):
+                rand_seed = attn_metadata.kv_cache_manager.get_mamba_ssm_rand_seed()
+                assert rand_seed is not None, "the seeds were not allocated"
+                rand_seed.add_(1)
+                philox_kwargs = {"rand_seed": rand_seed[:1], "philox_rounds": 10}
             A, dt_bias, D = self._A_expanded, self._dt_bias_expanded, self._D_expanded
             if is_target_verify:
                 lead = (num_decodes, draft_token_num)
@@ -178,6 +190,7 @@ class Mamba2Mixer(nn.Module):
                     intermediate_states_buffer=layer_cache.intermediate_ssm,
                     cache_steps=draft_token_num,
                     intermediate_state_indices=rows,
+                    **philox_kwargs,
                 )
             else:
                 ssu_kwargs = dict(
@@ -196,6 +209,7 @@ class Mamba2Mixer(nn.Module):
                     C_d.contiguous(),
                     D,
                     **ssu_kwargs,
+                    **philox_kwargs,
                 )
         return out
 

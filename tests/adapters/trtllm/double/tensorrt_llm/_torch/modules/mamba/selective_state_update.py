@@ -37,6 +37,8 @@ def selective_state_update(
     cache_steps=None,
     retrieve_parent_token=None,
     intermediate_state_indices=None,
+    rand_seed=None,
+    philox_rounds=10,
 ):
     tokens = x.dim() == 4
     x, dt, B, C, result = (value if tokens else value.unsqueeze(1) for value in (x, dt, B, C, out))
