@@ -38,6 +38,14 @@ def module_dir() -> None:
     typer.echo(_module_dir())
 
 
+@trtllm.command()
+def pth() -> None:
+    """Print the line of a .pth file that activates the adapter under launchers of any kind."""
+    from replayssm.adapters.trtllm.startup import LINE
+
+    typer.echo(LINE)
+
+
 def _module_dir() -> Path:
     from replayssm.adapters.trtllm import module_dir
 

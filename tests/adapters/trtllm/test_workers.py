@@ -156,3 +156,42 @@ def test_init_overwrites_nothing(tmp_path: Path) -> None:
     status, output = replayssm("init", "model", "--output", tmp_path / "none" / "adapter.yaml")
     assert status == 2
     assert "No such file or directory; name another" in output
+
+
+# As a worker of another launcher: a folder of packages with the .pth file, then the engine alone.
+START = """
+import site, sys
+site.addsitedir(sys.argv[1])
+import tensorrt_llm._torch.models as models
+from tensorrt_llm._torch.models.modeling_utils import MODEL_CLASS_MAPPING
+from tensorrt_llm._torch.pyexecutor.mamba_cache_manager import CppMambaHybridCacheManager as Manager
+patched = hasattr(Manager.__init__, "_replayssm_original")
+print(patched, type(models.__spec__.loader).__name__, "replayssm.adapters.trtllm" in sys.modules)
+"""
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> str:
+    code, line = replayssm("pth")
+    assert code == 0
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "replayssm_trtllm.pth").write_text(line)
+    return str(tmp_path / "packages")
+
+
+def test_a_pth_file_activates_it_behind_the_models(packages: str, config: str) -> None:
+    done = run(START, packages, **{ENV_CONFIG: config})
+    assert done.stdout.split() == [b"True", b"SourceFileLoader", b"True"], done.stderr
+
+
+def test_without_the_variable_a_pth_file_does_nothing(packages: str) -> None:
+    done = run(START, packages)
+    assert done.stdout.split() == [b"False", b"SourceFileLoader", b"False"], done.stderr
+
+
+def test_with_wrong_settings_a_pth_file_ends_the_process(packages: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("windows: 8\n")
+    done = run(START, packages, **{ENV_CONFIG: str(wrong)})
+    assert done.returncode != 0
+    assert b"windows" in done.stderr
