@@ -14,7 +14,7 @@ import torch
 from replayssm import kernels
 from replayssm.core import Precision, Rounding, Rule
 from replayssm.kernels import BackendUnavailable, LayerTable, StepIndex, registry
-from replayssm.kernels.cuda_backend.build import Config
+from replayssm.kernels.cuda_backend.build import StepConfig
 from replayssm.kernels.torch_backend.rounding import philox, random_words, round_to_half
 from tests import oracle, support
 from tests.kernels import emulated
@@ -108,7 +108,7 @@ def rounded(backend: str, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     """fp32 `x` in fp16 by the random `words`, as a backend does it."""
     if backend == "torch":
         return round_to_half(x, words)
-    config = Config(Rule.MAMBA2, 16, 1, torch.float16, 1, 2, 1, True)
+    config = StepConfig(Rule.MAMBA2, 16, 1, torch.float16, 1, 2, 1, True)
     return emulated.emulated_program(config, -1).stochastic_halves(x, words)
 
 
