@@ -94,7 +94,9 @@ def test_wheel_imports_without_the_checkout(wheel: Path, tmp_path: Path) -> None
         "for name in sys.argv[1:]:\n"
         "    print(name, importlib.import_module(name).__file__)\n"
         "assert callable(sys.modules['replayssm.cli.main'].app)\n"
-        "assert 'replay_step' in sys.modules['replayssm.kernels.cuda_backend.build'].source()\n"
+        "build = sys.modules['replayssm.kernels.cuda_backend.build']\n"
+        "for config in (build.StepConfig, build.SmallConfig):\n"
+        "    assert 'replay_step' in build.source(config)\n"
     )
     result = subprocess.run(
         [sys.executable, "-S", "-c", script, *IMPORTED],
