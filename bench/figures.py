@@ -1,8 +1,8 @@
 """Write the figures of README and docs from recorded results, so that none is typed.
 
 A document marks a place with `<!-- figures:NAME -->` and `<!-- /figures -->`; what lies between is
-replaced. NAME is a topic, whose newest file in `bench/results` is read, or `plan`. The plot of the kernels
-is drawn beside their table.
+replaced. NAME is a topic, whose newest file in `bench/results` is read, or `plan` or `requests-in-flight`,
+which are predicted. The plot of the kernels is drawn beside their table.
 
     python bench/figures.py            # rewrite
     python bench/figures.py --check    # status 1 where a document is not what this would write
@@ -22,6 +22,9 @@ from typer.testing import CliRunner
 
 from replayssm.cli.bench import e2e, table
 from replayssm.cli.main import app
+from replayssm.cli.model_config import load_model_config
+from replayssm.cli.plan import Workload, make_plan
+from replayssm.core import Precision
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -108,6 +111,22 @@ def kernels(results: Path = RESULTS) -> str:
             parts += [f"### {title}", table.markdown(lines)]
     parts += ["### Targets", table.markdown(table.targets(rows)), _kernels_source(path, record)]
     return "\n\n".join(parts) + "\n"
+
+
+def requests_in_flight() -> str:
+    """How many times as many requests SGLang runs with drafts as with snapshots, by its prefix cache."""
+    kept = {"no prefix cache": 1, "`no_buffer`": 3, "`extra_buffer_lazy`": 4, "`extra_buffer`": 5}
+    drafts, window, budget = 4, 16, 2.0**50
+    lines = [[f"times as many requests, T = {drafts}", *kept]]
+    for model in ("Qwen3.5-4B", "Nemotron-3-Nano-4B"):
+        line = [model]
+        for slots in kept.values():
+            load = Workload(1, window, drafts, 1.0, 1, 0, Precision(), slots)
+            fitting = make_plan(load_model_config(model), load).fitting(budget)
+            line.append(f"{fitting['replay'] / fitting['conventional']:.1f}")
+        lines.append(line)
+    lines.append(["rings of no bytes", *(f"{(slots + drafts) / slots:.1f}" for slots in kept.values())])
+    return f"{table.markdown(lines)}\n\nStates in fp32, window {window}.\n"
 
 
 def launch_shapes(results: Path = RESULTS) -> str:
@@ -201,6 +220,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "launch-shapes": launch_shapes,
     "plan": plan,
+    "requests-in-flight": requests_in_flight,
 }
 
 

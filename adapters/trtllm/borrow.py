@@ -23,8 +23,6 @@ from replayssm.adapters.trtllm.managers import (
     groups_of,
     ring_layout,
     rule_of,
-    scheduled,
-    slots_of,
     step_tokens,
 )
 from replayssm.adapters.trtllm.refusals import Incompatible, refuse_borrowing
@@ -103,43 +101,6 @@ def _lend(manager: Any, rule: Rule, groups: int, activations: torch.dtype, token
         "replayssm: %d %s layers, %s; %s in the engine's buffers; window %d, %d tokens a step; state %s",
         len(states), rule, type(manager).__name__, backend, window, tokens, parse_format(states[0].dtype),
     )  # fmt: skip
-
-
-# Requests.
-
-
-def prepare(original: Original, self: Any, scheduled_batch: Any) -> Any:
-    """Requests that come to a slot with their state find no history there."""
-    result = original(self, scheduled_batch)
-    borrowed = rings_of(self)
-    if borrowed is not None:
-        borrowed.begin(*scheduled(scheduled_batch), slots_of(self))
-    return result
-
-
-def free(original: Original, self: Any, request: Any, *args: Any, **given: Any) -> Any:
-    """A request has ended."""
-    borrowed = rings_of(self)
-    if borrowed is not None:
-        borrowed.leave(request.py_request_id)
-    return original(self, request, *args, **given)
-
-
-def suspend(original: Original, self: Any, req: Any) -> Any:
-    """A state that goes to the host is current."""
-    borrowed = rings_of(self)
-    slot = None if borrowed is None else slots_of(self).get(req.py_request_id)
-    if slot is not None:
-        borrowed.wait()
-        borrowed.retire(req.py_request_id, slot)
-        borrowed.wait()
-    return original(self, req)
-
-
-def shut_down(original: Original, self: Any) -> Any:
-    """Views go before the buffers."""
-    self.__dict__.pop(RECORDS, None)
-    return original(self)
 
 
 # Layers.

@@ -93,13 +93,7 @@ class Borrowed(Records):
 
     @torch.inference_mode()
     def begin(self, prompts: Iterable[int], decoding: Sequence[int], slots: Mapping[int, int]) -> None:
-        """A batch was scheduled: requests that come to a slot with their state find it empty.
-
-        Args:
-            prompts: requests whose prompt, or a part of it, is in the batch.
-            decoding: requests that decode, without dummies.
-            slots: the slot of each request's state.
-        """
+        """See `Records`; requests that come to a slot with their state find it empty."""
         self._known.update(prompts)
         new = [slots[request] for request in decoding if request not in self._known]
         self._known.update(decoding)
@@ -113,11 +107,14 @@ class Borrowed(Records):
         self._known.discard(request)
 
     @torch.inference_mode()
-    def retire(self, request: int, slot: int) -> None:
-        """Make a request's state current: it leaves its slot, and may come back to another."""
-        if request in self._known:
-            at = self.on_device([slot])
-            self.flush(at, at)
+    def retire(self, slots: Mapping[int, int]) -> None:
+        """See `Records`; a request leaves its slot, and may come back to another."""
+        held = {request: slot for request, slot in slots.items() if request in self._known}
+        if not held:
+            return
+        at = self.on_device(list(held.values()))
+        self.flush(at, at)
+        for request in held:
             self.leave(request)
 
 

@@ -23,9 +23,7 @@ from replayssm.adapters.trtllm.managers import (
     is_dummy,
     ring_layout,
     rule_of,
-    scheduled,
     seed_of,
-    slots_of,
     step_tokens,
 )
 from replayssm.adapters.trtllm.probe import states_are_turned
@@ -185,23 +183,6 @@ def give_rings(
 # Requests.
 
 
-def prepare(original: Original, self: Any, scheduled_batch: Any) -> Any:
-    """Requests that decode for the first time get a ring; those that start over give theirs back."""
-    result = original(self, scheduled_batch)
-    rings = rings_of(self)
-    if rings is not None:
-        rings.begin(*scheduled(scheduled_batch), slots_of(self))
-    return result
-
-
-def free(original: Original, self: Any, request: Any, *args: Any, **given: Any) -> Any:
-    """A request that has ended gives its ring back."""
-    rings = rings_of(self)
-    if rings is not None:
-        rings.leave(request.py_request_id)
-    return original(self, request, *args, **given)
-
-
 def place(original: Original, self: Any, request_ids: Any = None, is_padding: Any = None) -> Any:
     """The rings of the coming step's rows, in the batch's order."""
     indices = original(self, request_ids, is_padding)
@@ -211,23 +192,6 @@ def place(original: Original, self: Any, request_ids: Any = None, is_padding: An
         pads = [pad or is_dummy(self, each) for each, pad in zip(request_ids, padding, strict=True)]
         rings.place(request_ids, pads)
     return indices
-
-
-def suspend(original: Original, self: Any, req: Any) -> Any:
-    """A state that goes to the host is current; the request gets a new ring when it returns."""
-    rings = rings_of(self)
-    slot = None if rings is None else slots_of(self).get(req.py_request_id)
-    if rings is not None and slot is not None:
-        rings.wait()
-        rings.retire({req.py_request_id: slot})
-        rings.wait()
-    return original(self, req)
-
-
-def shut_down(original: Original, self: Any) -> Any:
-    """Rings go before the pool that their states are views of."""
-    self.__dict__.pop(RECORDS, None)
-    return original(self)
 
 
 # Layers.

@@ -1,12 +1,12 @@
 """`Records`: what a step of any recurrent layer needs, whoever owns the ring's memory.
 
-The states are the engine's. It knows tensors, and neither requests nor the engine.
+The states are the engine's. It knows tensors and requests' numbers, not the engine.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -70,6 +70,28 @@ class Records(ABC):
         Args:
             slots: `[B]` int32, slots of the rows that decode.
             first: how many contexts stand before them.
+        """
+
+    @abstractmethod
+    def begin(self, prompts: Iterable[int], decoding: Sequence[int], slots: Mapping[int, int]) -> None:
+        """A batch was scheduled.
+
+        Args:
+            prompts: requests whose prompt, or a part of it, is in the batch.
+            decoding: requests that decode, without dummies.
+            slots: the slot of each request's state.
+        """
+
+    @abstractmethod
+    def leave(self, request: int) -> None:
+        """A request has ended, or starts over."""
+
+    @abstractmethod
+    def retire(self, slots: Mapping[int, int]) -> None:
+        """Make the states of requests current, which may decode again later.
+
+        Args:
+            slots: the slot of each request's state; requests without a history here are skipped.
         """
 
     def flush(self, slots: torch.Tensor, rings: torch.Tensor) -> None:

@@ -98,16 +98,16 @@ def _own_managers(owners: tuple[str, ...], update: tuple[str, ...]) -> tuple[Tar
             target
             for owner in owners
             for target in (
-                _prepare(owner, "own"),
-                _free(owner, "own"),
+                _prepare(owner),
+                _free(owner),
                 Function(_MANAGERS, f"{owner}.get_state_indices", ("self", "request_ids", "is_padding"),
                          ("self", "request_ids", "is_padding"), _ROWS, "own.place"),
                 Function(_MANAGERS, f"{owner}.update_mamba_states", update, update, _COMMIT,
                          "own.update_python_states" if owner == _PYTHON else "own.update_states"),
-                Function(_MANAGERS, f"{owner}.shutdown", ("self",), ("self",), _GONE, "own.shut_down"),
+                Function(_MANAGERS, f"{owner}.shutdown", ("self",), ("self",), _GONE, "lifecycle.shut_down"),
             )
         ),
-        *(_suspend("own") if _PAGED in owners else ()),
+        *((_SUSPEND,) if _PAGED in owners else ()),
         *(
             Attributes(_MANAGERS, owner,
                        ("all_ssm_states", "intermediate_conv_states", "intermediate_ssm_states",
@@ -134,21 +134,21 @@ def _own_managers(owners: tuple[str, ...], update: tuple[str, ...]) -> tuple[Tar
     )  # fmt: skip
 
 
-def _prepare(owner: str, mode: str) -> Function:
+def _prepare(owner: str) -> Function:
     used = ("self", "scheduled_batch")
-    return Function(_MANAGERS, f"{owner}.prepare_resources", used, used, _SLOTS, f"{mode}.prepare")
+    return Function(_MANAGERS, f"{owner}.prepare_resources", used, used, _SLOTS, "lifecycle.prepare")
 
 
-def _free(owner: str, mode: str) -> Function:
+def _free(owner: str) -> Function:
     parameters = ("self", "request") if owner == _PYTHON else ("self", "request", "pin_on_release")
     used = ("self", "request")
-    return Function(_MANAGERS, f"{owner}.free_resources", parameters, used, _RELEASED, f"{mode}.free")
+    return Function(_MANAGERS, f"{owner}.free_resources", parameters, used, _RELEASED, "lifecycle.free")
 
 
-def _suspend(mode: str) -> tuple[Target, ...]:
-    why = "a state is current before it goes to the host"
-    used = ("self", "req")
-    return (Function(_V2, "KVCacheManagerV2.suspend_request", used, used, why, f"{mode}.suspend"),)
+_SUSPEND = Function(
+    _V2, "KVCacheManagerV2.suspend_request", ("self", "req"), ("self", "req"),
+    "a state is current before it goes to the host", "lifecycle.suspend",
+)  # fmt: skip
 
 
 def _mamba2_forward(mode: str, why: str) -> Function:
@@ -242,15 +242,15 @@ def _borrow_managers(owners: tuple[str, ...], update: tuple[str, ...]) -> tuple[
             target
             for owner in owners
             for target in (
-                _prepare(owner, "borrow"),
-                _free(owner, "borrow"),
+                _prepare(owner),
+                _free(owner),
                 Function(_MANAGERS, f"{owner}.update_mamba_states", update, _COMMITTED, _COMMIT,
                          "borrow.update_states"),
                 Function(_MANAGERS, f"{owner}.get_replay_state_update_metadata", ("self",), ("self",),
                          _BUFFERS),
                 Function(_MANAGERS, f"{owner}.mamba_layer_cache", ("self", "layer_idx"),
                          ("self", "layer_idx"), _BUFFERS),
-                Function(_MANAGERS, f"{owner}.shutdown", ("self",), ("self",), _GONE, "borrow.shut_down"),
+                Function(_MANAGERS, f"{owner}.shutdown", ("self",), ("self",), _GONE, "lifecycle.shut_down"),
                 Attributes(_MANAGERS, owner, ("mamba_layer_offsets", "replay_history_size"), _BUFFERS),
             )
         ),
@@ -259,7 +259,7 @@ def _borrow_managers(owners: tuple[str, ...], update: tuple[str, ...]) -> tuple[
             for owner in pools
         ),
         Attributes(_MANAGERS, _PYTHON, ("mamba_cache_index",), _STATES),
-        *(_suspend("borrow") if _PAGED in owners else ()),
+        *((_SUSPEND,) if _PAGED in owners else ()),
     )  # fmt: skip
 
 
@@ -357,9 +357,9 @@ _G0: dict[str, tuple[Target, ...]] = {
         Function(_MANAGERS, f"{_FLAT}.prepare_resources", ("self", "scheduled_batch"),
                  ("self", "scheduled_batch"), f"{_SLOTS}; {_ROWS}", "flat.prepare"),
         Function(_MANAGERS, f"{_FLAT}.free_resources", ("self", "request"), ("self", "request"), _RELEASED,
-                 "own.free"),
+                 "lifecycle.free"),
         Function(_MANAGERS, f"{_FLAT}.get_state_indices", ("self",), ("self",), "slots of a batch's rows"),
-        Function(_MANAGERS, f"{_FLAT}.shutdown", ("self",), ("self",), _GONE, "own.shut_down"),
+        Function(_MANAGERS, f"{_FLAT}.shutdown", ("self",), ("self",), _GONE, "lifecycle.shut_down"),
         Attributes(_MANAGERS, _FLAT,
                    ("ssm_states", "state_indices", "mamba_cache_index", "mamba_layer_offsets"), _STATES),
         Function(_MAMBA2, "Mamba2Mixer.__init__",

@@ -98,24 +98,21 @@ class Kind:
     """An engine that can be timed.
 
     Attributes:
+        module: its process starts the engine.
         launch: its command line, by model, way and the arguments of all ways.
         ways: by default.
         own: what only the ways may set.
     """
 
+    module: str
     launch: Callable[[str, str, Sequence[str]], Launch]
     ways: tuple[str, ...]
     own: tuple[str, ...]
 
-    @property
-    def module(self) -> str:
-        """The module whose process starts it."""
-        return f"replayssm.cli.bench.{self.launch.__name__.removeprefix('launch_')}_engine"
-
 
 KINDS = {
-    "sglang": Kind(launch_sglang, ("off", "stock", "on"), FLAGS),
-    "trtllm": Kind(launch_trtllm, ("off", "on"), (REPLAY,)),
+    "sglang": Kind("replayssm.cli.bench.sglang_engine", launch_sglang, ("off", "stock", "on"), FLAGS),
+    "trtllm": Kind("replayssm.cli.bench.trtllm_engine", launch_trtllm, ("off", "on"), (REPLAY,)),
 }
 
 

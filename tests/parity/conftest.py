@@ -6,7 +6,7 @@ A fixture gives a function that starts its `Side` for a stream, and raises `Abse
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.trtllm.conftest import double  # noqa: F401
+from tests.adapters.trtllm.conftest import importable
+from tests.adapters.trtllm.generations import DOUBLE
 from tests.parity.stream import Side, Stream
 
 ADAPTERS = ("sglang", "trtllm_double_python", "trtllm_double_cpp", "trtllm_double_v2")
@@ -50,17 +51,18 @@ def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 def _trtllm(manager: str) -> Any:
     @pytest.fixture
-    def trtllm(double: None, monkeypatch: pytest.MonkeyPatch) -> Start:  # noqa: F811
+    def trtllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         """The interface double of TensorRT-LLM, with one of its managers."""
-        from tests.parity.trtllm_side import TensorRT, absent
+        with importable(DOUBLE, monkeypatch):
+            from tests.parity.trtllm_side import TensorRT, absent
 
-        def start(stream: Stream) -> Side:
-            why = absent(manager, stream)
-            if why is not None:
-                raise Absent(why)
-            return TensorRT(stream, manager, monkeypatch)
+            def start(stream: Stream) -> Side:
+                why = absent(manager, stream)
+                if why is not None:
+                    raise Absent(why)
+                return TensorRT(stream, manager, monkeypatch)
 
-        return start
+            yield start
 
     return trtllm
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,19 @@ def forget() -> None:
     sys.modules.pop(ours, None)
 
 
+@contextmanager
+def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`import tensorrt_llm` finds the double in a folder."""
+    monkeypatch.syspath_prepend(folder)
+    yield
+    forget()
+
+
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`import tensorrt_llm` finds the double."""
-    monkeypatch.syspath_prepend(DOUBLE)
-    yield
-    forget()
+    with importable(DOUBLE, monkeypatch):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +49,5 @@ def generation(
     request: pytest.FixtureRequest, doubles: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
     """`import tensorrt_llm` finds the double of the generation that an indirect parameter names."""
-    monkeypatch.syspath_prepend(doubles[request.param])
-    yield request.param
-    forget()
+    with importable(doubles[request.param], monkeypatch):
+        yield request.param

@@ -29,14 +29,14 @@ def register() -> None:
     fake = import_module("sglang.srt.disaggregation.fake")
     poll = import_module("sglang.srt.disaggregation.base").KVPoll
 
-    class Manager(fake.FakeKVManager):  # type: ignore[misc, name-defined]
+    class Manager(fake.FakeKVManager):
         """It knows any server that prefills as one without data parallelism."""
 
         def __init__(self, *args: Any, **given: Any) -> None:
             super().__init__(*args, **given)
             self.prefill_info_table = SimpleNamespace(get=lambda address: SimpleNamespace(dp_size=1))
 
-    class Sender(fake.FakeKVSender):  # type: ignore[misc, name-defined]
+    class Sender(fake.FakeKVSender):
         """Writes a request's file with its last chunk."""
 
         def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -52,7 +52,7 @@ def register() -> None:
                 path(self.bootstrap_room).with_suffix(".part").rename(path(self.bootstrap_room))
                 super().send(kv_indices, state_indices, num_kv_tokens)
 
-    class Receiver(fake.FakeKVReceiver):  # type: ignore[misc, name-defined]
+    class Receiver(fake.FakeKVReceiver):
         """Reads a request's file once it is there."""
 
         def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
