@@ -1,6 +1,6 @@
 """For launchers whose workers neither unpickle the plug-in's classes nor look them up: mpirun, Ray, others.
 
-A line in a `.pth` file of site-packages imports this module in every Python process that has the adapter's
+A line in a `.pth` file of site-packages calls `watch` in every Python process that has the adapter's
 variable. It then waits for the engine to import its models, and activates the adapter behind them. It imports
 nothing but the standard library, since it runs before everything else.
 """
@@ -16,7 +16,10 @@ from types import ModuleType
 
 MODELS = "tensorrt_llm._torch.models"
 PLUGIN = "replayssm.adapters.trtllm.served_models"
-LINE = f'import os; os.environ.get("TRTLLM_REPLAYSSM_CONFIG") and __import__("{__name__}")'
+LINE = (
+    'import os; os.environ.get("TRTLLM_REPLAYSSM_CONFIG") and '
+    f'__import__("{__name__}", fromlist=["watch"]).watch()'
+)
 """What the `.pth` file holds: one line, as Python's site module wants it."""
 
 
@@ -52,5 +55,7 @@ class _Watch(MetaPathFinder):
         return spec
 
 
-if MODELS not in sys.modules:
-    sys.meta_path.insert(0, _Watch())
+def watch() -> None:
+    """Activate the adapter when this process imports the engine's models; nothing if it has them already."""
+    if MODELS not in sys.modules:
+        sys.meta_path.insert(0, _Watch())

@@ -179,6 +179,10 @@ def packages(tmp_path: Path) -> str:
     return str(tmp_path / "packages")
 
 
+def test_printing_the_line_watches_nothing_in_this_process(packages: str) -> None:
+    assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("replayssm")]
+
+
 def test_a_pth_file_activates_it_behind_the_models(packages: str, config: str) -> None:
     done = run(START, packages, **{ENV_CONFIG: config})
     assert done.stdout.split() == [b"True", b"SourceFileLoader", b"True"], done.stderr
