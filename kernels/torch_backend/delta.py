@@ -9,10 +9,10 @@ is exact: the error of a read copy never reaches the recurrence copy. It takes b
 both copies, once in a window. Values, from which `u` could be solved anew without the read copy, would take
 as much traffic, and room in the ring for every record: with `K = V = 128`, `R = 24` and bf16 values a seventh
 of the room of an NVFP4 and an fp16 copy, where beta takes a four-hundredth. A step reads `S'` alone: where a
-row must flush, its history is folded first and `S'` renewed, see `folding`, so that every token's `u` comes
-from the `S'` that its window began with, and every token's beta is recorded. A fold of a part in place takes
-that `S'` away from the records it leaves. It records their `u + d`, which solves the recurrence from `S`, with
-a beta of zero, by which `d` is zero for them.
+row must flush, its history is folded first and `S'` renewed, see `folding`. So every token's `u` comes from
+the `S'` that its window began with, and every token's beta is recorded. A fold of a part in place takes that
+`S'` away from the records it leaves; it records their `u + d`, which solves the recurrence from `S`, and for
+them a beta of zero, by which `d` is zero.
 
 One text for both: a decay has a last dimension of 1 (GDN, a scalar per head) or K (KDA, per key
 channel). Letters: B rows, T tokens, L window, H key heads, HV value heads, K key_dim, V value_dim.
