@@ -9,20 +9,24 @@ channels and begin on vector boundaries; inputs that do not are copied first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
+from replayssm.core.formats import PackedState, StateCopy
 from replayssm.core.geometry import Rule
 from replayssm.kernels.checks import is_aligned
-from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Params, missing, program
-from replayssm.kernels.cuda_backend.cut import ONE_WAVE, config, cut
+from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Config, Params, missing, program
+from replayssm.kernels.cuda_backend.cut import ONE_WAVE, config, cut, read_config
+from replayssm.kernels.cuda_backend.fold import fold
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 
 __all__ = ["gdn_step", "kda_step", "mamba2_step", "refuses", "unavailable"]
+
+SERVES_COPIES = True
 
 _MOST_ROWS = 65535
 _MOST_TURNS = 256
@@ -88,13 +92,14 @@ def mamba2_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    read_state: StateCopy | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.mamba2_step`."""
     params = Params(softplus=dt_softplus, scale=1.0)
-    _rings(params, (("u", x_cache), ("k", B_cache), ("g", dt_cache)))
+    rings = {"x_cache": x_cache, "B_cache": B_cache, "dt_cache": dt_cache}
     inputs = (("q", C, 2), ("k", B, 2), ("v", x, 2), ("g", dt, 1), ("z", z, 2))
     return _step(
-        Rule.MAMBA2, params, state, B_cache, ring_start, hist_len, inputs, out,
+        Rule.MAMBA2, params, state, read_state, rings, ring_start, hist_len, inputs, out,
         (("A", A), ("D", D), ("dt_bias", dt_bias)), window, index, rand_seed, layer,
     )  # fmt: skip
 
@@ -105,11 +110,14 @@ def gdn_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    read_state: StateCopy | None = None,
+    beta_cache: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.gdn_step`."""
     *tensors, scale, use_qk_l2norm = args
     params = Params(scale=scale, l2norm=use_qk_l2norm)
-    return _delta_step(Rule.GDN, params, tensors, window, index, rand_seed, layer)
+    copies = read_state, beta_cache
+    return _delta_step(Rule.GDN, params, tensors, copies, window, index, rand_seed, layer)
 
 
 def kda_step(
@@ -118,31 +126,41 @@ def kda_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    read_state: StateCopy | None = None,
+    beta_cache: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.kda_step`."""
     *tensors, lower_bound, scale, use_qk_l2norm = args
     params = Params(
         scale=scale, l2norm=use_qk_l2norm, bounded=lower_bound is not None, bound=lower_bound or 0.0
     )
-    return _delta_step(Rule.KDA, params, tensors, window, index, rand_seed, layer)
+    copies = read_state, beta_cache
+    return _delta_step(Rule.KDA, params, tensors, copies, window, index, rand_seed, layer)
 
 
 def _delta_step(
     rule: Rule,
     params: Params,
     tensors: Sequence[Any],
+    copies: tuple[StateCopy | None, torch.Tensor | None],
     window: int,
     index: StepIndex,
     rand_seed: torch.Tensor | None,
     layer: int,
 ) -> torch.Tensor:
-    """A step of either delta rule; `tensors` are those of the public functions, in their order."""
+    """A step of either delta rule; `tensors` are those of the public functions, in their order.
+
+    `copies` are the read copy and the recorded beta that goes with it.
+    """
     state, u_cache, k_cache, g_cache, ring_start, hist_len = tensors[:6]
     q, k, v, g, beta, out, A_log, dt_bias = tensors[6:]
-    _rings(params, (("u", u_cache), ("k", k_cache), ("g", g_cache)))
+    read_state, beta_cache = copies
+    rings = {"u_cache": u_cache, "k_cache": k_cache, "g_cache": g_cache}
+    if beta_cache is not None:
+        rings["beta_cache"] = beta_cache
     inputs = (("q", q, 2), ("k", k, 2), ("v", v, 2), ("g", g, g.dim() - 2), ("beta", beta, 1))
     return _step(
-        rule, params, state, k_cache, ring_start, hist_len, inputs, out,
+        rule, params, state, read_state, rings, ring_start, hist_len, inputs, out,
         (("A", A_log), ("D", None), ("dt_bias", dt_bias)), window, index, rand_seed, layer,
     )  # fmt: skip
 
@@ -150,8 +168,9 @@ def _delta_step(
 def _step(
     rule: Rule,
     params: Params,
-    state: torch.Tensor,
-    key_ring: torch.Tensor,
+    state: StateCopy,
+    read_state: StateCopy | None,
+    rings: Mapping[str, torch.Tensor],
     ring_start: torch.Tensor,
     hist_len: torch.Tensor,
     inputs: Sequence[tuple[str, torch.Tensor | None, int]],
@@ -162,16 +181,23 @@ def _step(
     rand_seed: torch.Tensor | None,
     layer: int,
 ) -> torch.Tensor:
-    """One launch over the rows of `index`."""
+    """One launch over the rows of `index`, or where states are packed, a fold of those that flush before it."""
     if index.cu_seqlens is not None:
         out.zero_()
     HV, V, _ = state.shape[1:]
-    H, R = key_ring.shape[1:3]
+    values, keys, gates, *betas = rings.values()
+    H, R = keys.shape[1:3]
     batch, tokens = index.rows_and_tokens((out.shape[0], out.shape[1]))
     if batch == 0 or tokens == 0:
         return out
     lens = index.draft_lens if index.cu_seqlens is None else index.cu_seqlens
-    params.state, params.s_state = state.data_ptr(), state.stride(0)
+    for name, tensor in (("u", values), ("k", keys), ("g", gates), *(("beta", beta) for beta in betas)):
+        setattr(params, name, tensor.data_ptr())
+        setattr(params, f"s_{name}", tensor.stride(0))
+        setattr(params, f"h_{name}", tensor.stride(1))
+    read = state if read_state is None else read_state
+    params.heads = HV
+    _states(params, read)
     params.ring_start, params.hist_len = ring_start.data_ptr(), hist_len.data_ptr()
     kept = []  # copies live until the launch is queued
     for name, tensor, inner in inputs:
@@ -206,18 +232,29 @@ def _step(
     params.R, params.L, params.T, params.B = R, window, tokens, batch
     params.pad_slot, params.layer = index.pad_slot_id, layer
     compiled = next(n for n in (1, 4, 8, 16) if tokens <= n)
-    share = cut(rule, V, compiled, batch * HV, _gpu(out.device))
-    compiled_for = config(
-        share, rule, V, HV // H, state.dtype, compiled, window, R, rand_seed is not None, params
-    )
-    programs = HV * -(-V // (UNIT * share.units))
-    params.turns = (
-        compiled_for.warps == 1
-        and rule is not Rule.MAMBA2
-        and programs * batch > ONE_WAVE
-        and 1 < batch <= _MOST_TURNS
-        and index.ring_indices is None
-    )
+    compiled_for: Config
+    if isinstance(read, PackedState):
+        A = next(tensor for name, tensor in parameters if name == "A")
+        fold(
+            rule, state, read_state, rings, A if rule is Rule.MAMBA2 else None, ring_start, hist_len,
+            (out.shape[0], out.shape[1]), window=window, index=index, use_qk_l2norm=bool(params.l2norm),
+            rand_seed=rand_seed, layer=layer,
+        )  # fmt: skip
+        compiled_for = read_config(rule, V, HV // H, read.format, compiled, window, bool(betas), batch * HV)
+        programs = -(-HV * -(-V // compiled_for.rows) // compiled_for.warps)
+    else:
+        share = cut(rule, V, compiled, batch * HV, _gpu(out.device))
+        compiled_for = config(
+            share, rule, V, HV // H, state.dtype, compiled, window, R, rand_seed is not None, params
+        )
+        programs = HV * -(-V // (UNIT * share.units))
+        params.turns = (
+            compiled_for.warps == 1
+            and rule is not Rule.MAMBA2
+            and programs * batch > ONE_WAVE
+            and 1 < batch <= _MOST_TURNS
+            and index.ring_indices is None
+        )
     stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
     device = -1 if out.device.index is None else out.device.index
     program(compiled_for, device).launch((programs, batch), params, stream)
@@ -230,11 +267,15 @@ def _gpu(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _rings(params: Params, rings: Sequence[tuple[str, torch.Tensor]]) -> None:
-    for name, tensor in rings:
-        setattr(params, name, tensor.data_ptr())
-        setattr(params, f"s_{name}", tensor.stride(0))
-        setattr(params, f"h_{name}", tensor.stride(1))
+def _states(params: Params, read: StateCopy) -> None:
+    """The states that a step reads."""
+    if isinstance(read, torch.Tensor):
+        params.state, params.s_state = read.data_ptr(), read.stride(0)
+        return
+    params.state, params.s_state = read.codes.data_ptr(), read.codes.stride(0)
+    params.scales, params.s_scales = read.scales.data_ptr(), read.scales.stride(0) * read.scales.itemsize
+    if read.head_scales is not None:
+        params.head_scales, params.s_heads = read.head_scales.data_ptr(), read.head_scales.stride(0)
 
 
 def _dense(name: str, tensor: torch.Tensor, inner: int) -> torch.Tensor:

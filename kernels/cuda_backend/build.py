@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from replayssm.core.formats import PACKED
 from replayssm.core.geometry import Rule
 
 try:
@@ -136,6 +137,9 @@ class Params(ctypes.Structure):
             "g_type", "beta_type", "A_type", "D_type", "bias_type", "turns", "l2norm", "softplus", "bounded",
         )]
         + [("scale", ctypes.c_float), ("bound", ctypes.c_float)]
+        + [(name, ctypes.c_void_p) for name in ("scales", "head_scales", "beta")]
+        + [(name, ctypes.c_int64) for name in ("s_scales", "s_heads", "s_beta", "h_beta")]
+        + [("heads", ctypes.c_int)]
     )  # fmt: skip
 
 
@@ -237,7 +241,37 @@ class SmallConfig:
         return shared + self.ring * KEY_DIM * (4 + ACTIVATION_BYTES) + 4 * 3 * KEY_DIM
 
 
-Config = StepConfig | SmallConfig
+@dataclass(frozen=True)
+class ReadConfig:
+    """What `read.cu` knows at compile time; its head says what each means."""
+
+    rule: Rule
+    value_dim: int
+    group: int
+    format: str
+    tokens: int
+    records: int
+    rows: int
+    split: bool
+    source: ClassVar[str] = "read.cu"
+    warps: ClassVar[int] = 4
+    fills: ClassVar[bool] = False
+
+    def defines(self) -> list[str]:
+        """The configuration as compiler options."""
+        return _options({
+            "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
+            "STATE": TYPES[torch.float32], "WARPS": self.warps, "FORMAT": list(PACKED).index(self.format),
+            "TOKENS": self.tokens, "RECORDS": self.records, "ROWS": self.rows, "SPLIT": int(self.split),
+        })  # fmt: skip
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, as the source lays it out."""
+        return 4 * self.warps * 2 * self.tokens * KEY_DIM if self.rule is Rule.KDA else 0
+
+
+Config = StepConfig | SmallConfig | ReadConfig
 
 
 @cache

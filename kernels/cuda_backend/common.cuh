@@ -24,6 +24,11 @@ struct Params {
     int turns;                                         // rows take turns, see row_in_turn; B <= 256
     int l2norm, softplus, bounded;
     float scale, bound;
+    const void* scales;  // of the copy that is read, where it is packed
+    const float* head_scales;
+    float* beta;  // recorded where there is a read copy
+    i64 s_scales, s_heads, s_beta, h_beta;
+    int heads;
 };
 
 // ---- numbers ----

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from replayssm.core.formats import PACKED
 from replayssm.core.geometry import Rule
-from replayssm.kernels.cuda_backend.build import UNIT, Config, Kinds, Params, SmallConfig, StepConfig
+from replayssm.kernels.cuda_backend.build import UNIT, Config, Kinds, Params, ReadConfig, SmallConfig, StepConfig
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,22 @@ def cut(rule: Rule, value_dim: int, tokens: int, heads: int, gpu: str) -> Cut:
 def serves_small(rule: Rule, tokens: int, ring: int) -> bool:
     """Whether `small.cu` serves steps of at most so many tokens a row, on rings of so many rows."""
     return ring <= MOST_RING and tokens <= (1 if rule is Rule.KDA else 8)
+
+
+def read_config(
+    rule: Rule, value_dim: int, group: int, format: str, tokens: int, window: int, split: bool, heads: int
+) -> ReadConfig:
+    """What a step over packed states is compiled for, with `heads` heads of all its rows.
+
+    A warp serves as many value rows as it has registers for: 128 with codes of four bits and one column, 64
+    else; fewer where the step would leave a large GPU idle.
+    """
+    most = 64 if PACKED[format].bits == 8 or tokens > 4 or (rule is Rule.KDA and tokens > 1) else 128
+    parts = -(-value_dim // most)
+    while most > 32 and heads * parts < LARGE // 4:
+        most //= 2
+        parts = -(-value_dim // most)
+    return ReadConfig(rule, value_dim, group, format, tokens, 2 if window <= 16 else 4, most, split)
 
 
 def config(

@@ -34,6 +34,36 @@ DEVICE u16 float_to_bfloat(float x) {  // to nearest even
     return y;
 }
 
+// Two fp16 values to a word, rounded to nearest even: from fp32, the first in the low half; a * b + c; and the
+// four e4m3 values of a word, exactly.
+DEVICE u32 pack_half(float first, float second) {
+    u32 x;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+    return x;
+}
+DEVICE u32 fma_half(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+DEVICE void open_e4m3(u32 x, u32& first, u32& second) {
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 l, h;\n"
+        "mov.b32 {l, h}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, l;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, h;}"
+        : "=r"(first), "=r"(second)
+        : "r"(x));
+#else
+    auto open = [](u32 y) {  // as bits of fp16 they are by 2^-8
+        const u32 size = y >> 1 & 0x3f803f80u, nan = (size & 0x3f80u) == 0x3f80u ? 0x7fffu : 0u;
+        const u32 too = (size >> 16) == 0x3f80u ? 0x7fff0000u : 0u;
+        return fma_half(size | (y & 0x80008000u), 0x5c005c00u, 0x80008000u) | nan | too;
+    };
+    first = open(__byte_perm(x, 0, 0x1404)), second = open(__byte_perm(x, 0, 0x3424));
+#endif
+}
+
 DEVICE u32 permute(u32 x, u32 y, u32 selector) { return __byte_perm(x, y, selector); }
 
 DEVICE u32 high_product(u32 a, u32 b) { return __umulhi(a, b); }
@@ -68,6 +98,14 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
 // d += a @ b of bf16 operands, two to a word: a 16 x 16, b 16 x 8, in the layout of the instruction.
 DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// As `mma_bf16`, of fp16 operands.
+DEVICE void mma_half(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
         "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

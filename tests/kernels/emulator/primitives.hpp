@@ -115,6 +115,30 @@ DEVICE u16 float_to_bfloat(float x) {
     if (x != x) return 0x7fff;
     return (u16)((y + 0x7fff + (y >> 16 & 1)) >> 16);
 }
+DEVICE u32 pack_half(float first, float second) {
+    return float_to_half(first) | (u32)float_to_half(second) << 16;
+}
+DEVICE u32 fma_half(u32 a, u32 b, u32 c) {
+    u32 d = 0;
+    for (int i = 0; i < 32; i += 16) {  // a product of fp16 values and its sum with one are exact in fp64
+        const double product = (double)half_to_float((u16)(a >> i)) * half_to_float((u16)(b >> i));
+        const _Float16 y = (_Float16)(product + half_to_float((u16)(c >> i)));
+        u16 z;
+        memcpy(&z, &y, 2);
+        d |= (u32)z << i;
+    }
+    return d;
+}
+DEVICE float e4m3_to_float(u32 x) {
+    const int exponent = x >> 3 & 15, mantissa = x & 7;
+    if ((x & 127) == 127) return NAN;
+    const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return x & 128 ? -size : size;
+}
+DEVICE void open_e4m3(u32 x, u32& first, u32& second) {
+    first = pack_half(e4m3_to_float(x & 255), e4m3_to_float(x >> 8 & 255));
+    second = pack_half(e4m3_to_float(x >> 16 & 255), e4m3_to_float(x >> 24));
+}
 DEVICE u32 permute(u32 x, u32 y, u32 selector) {
     const u64 bytes = (u64)y << 32 | x;
     u32 z = 0;
@@ -211,7 +235,8 @@ DEVICE void mma(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
         }
     add_products(d, x, y);
 }
-DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+// Of 16-bit operands, two to a word, each as `value` reads it.
+DEVICE void mma_16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], float (*value)(u32)) {
     int lane = lane_id(), g = lane / 4, c = lane % 4;
     float* own = post();
     memcpy(own, a, 16), memcpy(own + 4, b, 8);
@@ -222,10 +247,16 @@ DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
         for (int k = 0; k < 16; k++) {
             const u32 v = bits(box[g * 4 + k % 8 / 2][i + 2 * (k / 8)]);
             const u32 w = bits(box[(2 * c + i) * 4 + k % 8 / 2][4 + k / 8]);
-            x[i][k] = real(k % 2 ? v & 0xffff0000u : v << 16);
-            y[i][k] = real(k % 2 ? w & 0xffff0000u : w << 16);
+            x[i][k] = value(k % 2 ? v >> 16 : v & 0xffff);
+            y[i][k] = value(k % 2 ? w >> 16 : w & 0xffff);
         }
     add_products(d, x, y);
+}
+DEVICE void mma_bf16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    mma_16(d, a, b, [](u32 x) { return real(x << 16); });
+}
+DEVICE void mma_half(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    mma_16(d, a, b, [](u32 x) { return half_to_float((u16)x); });
 }
 
 DEVICE void load_matrices(u32 (&x)[4], const void* row) {

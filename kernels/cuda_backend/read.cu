@@ -1,0 +1,664 @@
+// One step over packed states, which it reads and does not write: rows that must flush have been folded before
+// it (`fold.cu`), so they have no history. Outputs and records as in `step.cu`.
+//
+// A warp serves ROWS value rows of one head of one row, on its own; the four of a program are neighbours, whose
+// keys and queries are often the same. All codes that a warp reads are on their way before it waits for
+// anything. They become fp16 values exactly, those of four bits with their block's scale, and meet the tokens'
+// keys and queries in tensor cores. Those are bf16; by a power of two that fits their norm they are fp16 too,
+// but for elements below 2^-31 of it, whose last bits go. KDA's decays, which belong to channels, go into the
+// keys and queries, which are sums of two fp16 values then. Norms, other decays and scales are factors of the
+// products.
+//
+// Compile-time, besides those of common.cuh: WARPS (4), FORMAT (0 fp8, 1 int8, 2 nvfp4, 3 mxfp4), TOKENS (1, 4
+// or 8, the most a row brings; KDA: 1 or 4), RECORDS (window at most, in eights, 2 or 4), ROWS (32, 64 or 128),
+// SPLIT (records keep beta).
+//
+// Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of rows of keys, of queries and of the state it holds 32
+// channels in four chunks of eight, see `channel_of`; the sums over channels run in any order. Columns are the
+// tokens' keys, then their queries: rows of one operand where they meet records, columns of the other where
+// they meet the state. Of each 32 value rows a lane's results are of rows 4g .. 4g + 3, two to a product.
+
+constexpr bool FOUR_BITS = FORMAT >= 2, ONE = TOKENS == 1;
+constexpr int CODE_BYTES = FOUR_BITS ? K / 2 : K;  // of a row
+constexpr int CODE_WORDS = CODE_BYTES / 64;        // of 16 bytes, of a row, a lane's
+constexpr int PAIRS = ROWS / 32, PARTS = (V + ROWS - 1) / ROWS;
+constexpr int QUERIES = TOKENS;                 // the first query's column
+constexpr int TILES = TOKENS == 8 ? 2 : 1;      // of eight columns
+constexpr int FIRST_TILE = DELTA ? 0 : TILES - 1;  // keys of Mamba-2 do not meet the state
+constexpr int TERMS = KDA ? 2 : 1;
+constexpr int COLUMN_FLOATS = KDA ? 2 * TOKENS * K : 0;  // a warp's keys and queries, decayed
+constexpr int SHARED_BYTES = 4 * WARPS * COLUMN_FLOATS;
+
+DEVICE int channel_of(int chunk, int c) {
+    return FOUR_BITS ? 32 * c + 8 * chunk : 64 * (chunk >> 1) + 16 * c + 8 * (chunk & 1);
+}
+
+DEVICE Row channels(const char* row, int c) {
+    Row x;
+#pragma unroll
+    for (int i = 0; i < 4; i++) x.block[i] = *(const uint4*)(row + channel_of(i, c) * ACT_BYTES);
+    return x;
+}
+
+// The first of the two channels of pair i, of eight, as their codes come apart, and how far off the second is.
+DEVICE constexpr int pair_channel(int i) { return FOUR_BITS ? 4 * (i & 1) + (i >> 1) : 2 * i; }
+constexpr int PAIR_STEP = FOUR_BITS ? 2 : 1;
+
+// fp16 values of eight codes in such pairs: of a word of four-bit codes, by `scale`, two fp16 values; or of two
+// words of eight bits.
+DEVICE void open_codes(u32 x, u32 y, u32 scale, u32 (&pair)[4]) {
+    if (FOUR_BITS) {  // as e4m3 they are by 2^-6
+        const u32 even = (x << 2 & 0x1c1c1c1cu) | (x << 4 & 0x80808080u);
+        const u32 odd = (x >> 2 & 0x1c1c1c1cu) | (x & 0x80808080u);
+        open_e4m3(even, pair[0], pair[1]), open_e4m3(odd, pair[2], pair[3]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) pair[i] = fma_half(pair[i], scale, 0x80008000u);
+    } else if (FORMAT == 0) {
+        open_e4m3(x, pair[0], pair[1]), open_e4m3(y, pair[2], pair[3]);
+    } else {  // 1152 and the code, less 1152
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 word = (i < 2 ? x : y) ^ 0x80808080u;
+            pair[i] = fma_half(permute(word, 0x64646464u, i & 1 ? 0x4342 : 0x4140), 0x3c003c00u, 0xe480e480u);
+        }
+    }
+}
+
+// Codes of value rows v .. v + 3, and their stored scales.
+struct Codes {
+    uint4 code[4 * CODE_WORDS];
+    u32 scale[4];
+};
+DEVICE Codes issue_codes(const char* codes, const char* scales, int v, int c) {
+    Codes x;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+#pragma unroll
+        for (int i = 0; i < CODE_WORDS; i++)
+            x.code[CODE_WORDS * r + i] = issue16_once(codes + (v + r) * CODE_BYTES + 64 * i + 16 * c);
+        if (FORMAT == 2) x.scale[r] = issue2(scales + (v + r) * 8 + 2 * c);
+        else if (FORMAT == 3) x.scale[r] = issue4(scales + (v + r) * 4);
+        else x.scale[r] = issue4(scales + (v + r) * 4);
+    }
+    return x;
+}
+
+// What a row's stored scale comes to: factors of the values of both of a lane's blocks, fp16 twice each, and of
+// the row. Of mxfp4 the largest of the row's four scales is the row's; the others are less by powers of two,
+// and below 2^-26 nothing.
+struct Scales {
+    u32 block[2];
+    float row;
+};
+DEVICE Scales scales_of(u32 stored, int c) {
+    Scales x;
+    x.block[0] = x.block[1] = 0, x.row = 1.f;
+    if (FORMAT < 2) {
+        x.row = real(stored);
+    } else if (FORMAT == 2) {
+        u32 both, none;
+        open_e4m3(stored, both, none);
+        x.block[0] = low_halves(both, both), x.block[1] = high_halves(both, both);
+    } else {
+        int most = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int code = stored >> 8 * i & 255;
+            most = code > most ? code : most;
+        }
+        const int exponent = (int)(stored >> 8 * c & 255) - most + 27;
+        const u32 y = exponent > 0 ? exponent << 10 : 0;
+        x.block[0] = x.block[1] = y | y << 16;
+        x.row = most == 255 ? real(0x7fc00000u) : real(most << 23) * 0x1p-12f;
+    }
+    return x;
+}
+
+// What the ring holds of four value rows: this lane's records.
+struct Past {
+    float value[RECORDS][2][4];
+};
+
+// d[i] of the lane whose row and column are r, of a product of rows with themselves.
+DEVICE float diagonal(float even, float odd, int r) {
+    const int from = 4 * r + (r >> 1);
+    const float x = shuffle(even, from), y = shuffle(odd, from);
+    return r & 1 ? y : x;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __grid_constant__ Params p) {
+    const int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
+    const int item = grid_x() * WARPS + warp, b = grid_y();
+    const int part = item % PARTS, head = item / PARTS, key_head = head / GROUP;
+    follow();
+    if (head >= p.heads) return;
+
+    // the row, and its tokens
+    i64 slot = b, first = 0, tokens = p.T;
+    if (p.state_indices) slot = index_at(p.state_indices, b, p.wide_state);
+    i64 ring = slot;
+    if (p.ring_indices) ring = index_at(p.ring_indices, b, p.wide_ring);
+    if (p.lens) {
+        tokens = index_at(p.lens, b, p.wide_lens);
+        if (p.varlen) first = tokens, tokens = index_at(p.lens, b + 1, p.wide_lens) - first;
+        tokens = tokens < 0 ? 0 : tokens < p.T ? tokens : p.T;
+    }
+    const bool alive = slot >= 0 && ring >= 0 && !(p.state_indices && slot == p.pad_slot);
+    const int count = alive ? (int)tokens : 0;
+    const int written = p.varlen ? count : p.T;  // tokens whose output this row owns
+    const i64 batch = p.varlen ? 0 : b;
+    const int v_part = part * ROWS;
+    char* const out_row = (char*)p.out + (batch * p.b_out + first * p.t_out + (i64)head * V) * ACT_BYTES;
+    if (count == 0) {
+        for (int t = 0; t < written; t++)
+            for (int v = v_part + 4 * lane; v < V && v < v_part + ROWS; v += 128)
+                store4(out_row + (t * p.t_out + v) * ACT_BYTES, make_uint2(0, 0));
+        return;
+    }
+
+    const char* const codes = (const char*)p.state + slot * p.s_state + (i64)head * V * CODE_BYTES;
+    constexpr int SCALE_BYTES = FORMAT == 2 ? K / 16 : 4;  // of a row
+    const char* const scales = (const char*)p.scales + slot * p.s_scales + (i64)head * V * SCALE_BYTES;
+    Codes stored[PAIRS];
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        const int v = v_part + 32 * i + 4 * g;
+        stored[i] = issue_codes(codes, scales, v < V ? v : 0, c);
+    }
+    const float head_scale =
+        (FOUR_BITS ? 64.f : 1.f) * (FORMAT == 2 ? p.head_scales[slot * p.s_heads + head] : 1.f);
+
+    const int start = p.ring_start[ring], held = p.hist_len[ring];
+    const int hist = held + count > p.L ? 0 : held;
+    auto ring_row = [&](int j) {
+        const int row = start + j;
+        return row >= p.R ? row - p.R : row;
+    };
+    char* const k_ring = (char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
+    char* const u_ring = (char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES;
+    float* const g_ring = (float*)p.g + ring * p.s_g + head * p.h_g;
+    const bool owns_gates = part == 0, owns_keys = part == 0 && head % GROUP == 0;
+
+    // A record that does not live is read as the first that does, and comes to nothing.
+    bool lives[RECORDS][2];
+    u32 past_at[RECORDS][2];
+#pragma unroll
+    for (int t = 0; t < RECORDS; t++)
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int j = 8 * t + 2 * c + n;
+            lives[t][n] = j < hist;
+            past_at[t][n] = (ring_row(lives[t][n] ? j : 0) * V + v_part + 4 * g) * U_BYTES;
+        }
+    auto load_past = [&](int pair) {
+        Past x;
+        const u32 on = v_part + 32 * pair + 4 * g < V ? 32 * pair * U_BYTES : 0;
+#pragma unroll
+        for (int t = 0; t < RECORDS; t++)
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                const char* const at = u_ring + (past_at[t][n] + on);
+                if (DELTA) {
+                    const float4 y = *(const float4*)at;
+                    float(&f)[4] = x.value[t][n];
+                    f[0] = y.x, f[1] = y.y, f[2] = y.z, f[3] = y.w;
+                } else {
+                    widen(*(const uint2*)at, x.value[t][n]);
+                }
+            }
+        return x;
+    };
+
+    // keys and queries, and their products with each other and with the ring's keys
+    auto token_at = [&](int t) { return ONE ? 0 : t < count ? t : count - 1; };  // one that is there
+    const char* const q_row =
+        (const char*)p.q_in + (batch * p.b_q + first * p.t_q + (i64)key_head * K) * ACT_BYTES;
+    const char* const k_row =
+        (const char*)p.k_in + (batch * p.b_k + first * p.t_k + (i64)key_head * K) * ACT_BYTES;
+    const int column_token = ONE ? 0 : TOKENS == 4 ? g & 3 : g;
+    const bool first_is_query = TILES == 1 && g >= QUERIES;
+    Row column[TILES];
+    const i64 from = token_at(column_token);
+    column[0] = channels(first_is_query ? q_row + from * p.t_q * ACT_BYTES : k_row + from * p.t_k * ACT_BYTES, c);
+    if (TILES == 2) column[TILES - 1] = channels(q_row + from * p.t_q * ACT_BYTES, c);
+    const bool is_token = lane < count;
+    const int new_row = ring_row(held + (is_token ? lane : 0));
+    if (owns_keys && g < TOKENS && g < count)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            *(uint4*)(k_ring + (ring_row(held + g) * K + channel_of(i, c)) * ACT_BYTES) = column[0].block[i];
+
+    // of columns with keys; of column g of each tile its factor, and a power of two near its norm, inverted
+    float pairs[4] = {0, 0, 0, 0}, norm[TILES], power[TILES];
+    gram(pairs, column[0], column[TILES - 1], TILES == 2, column[0]);
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+        float square = diagonal(pairs[0], pairs[1], g);
+        if (n == 1) {
+            float d[4] = {0, 0, 0, 0};
+            gram(d, column[n], column[n], false, column[n]);
+            square = diagonal(d[0], d[1], g);
+        }
+        norm[n] = DELTA && p.l2norm ? inverse_root(square + 1e-6f) : 1.f;
+        if (DELTA && (n == 1 || first_is_query)) norm[n] *= p.scale;
+        power[n] = real(127 + 14 - ((int)(bits(square) >> 23) - 127 >> 1) << 23);
+    }
+
+    float score[TILES][RECORDS][2], record_norm[RECORDS][2];  // of records 8t + 2c and 8t + 2c + 1
+#pragma unroll
+    for (int t = 0; t < RECORDS; t += 2) {
+        Row keys[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int j = 8 * (t + i) + g;
+            keys[i] = channels(k_ring + ring_row(j < hist ? j : 0) * (K * ACT_BYTES), c);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float d[4] = {0, 0, 0, 0};
+            if (!KDA) gram(d, column[0], column[TILES - 1], TILES == 2, keys[i]);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                score[0][t + i][n] = d[n];
+                if (TILES == 2) score[TILES - 1][t + i][n] = d[2 + n];
+                record_norm[t + i][n] = 1.f;
+            }
+            if (DELTA && p.l2norm) {
+                float e[4] = {0, 0, 0, 0};
+                gram(e, keys[0], keys[1], true, keys[i]);
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+                    record_norm[t + i][n] =
+                        inverse_root(diagonal(e[2 * i], e[2 * i + 1], 2 * c + n) + 1e-6f);
+            }
+        }
+    }
+
+    // gates of record and of token `lane`
+    const float A = scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type);
+    const float rate = DELTA ? 1.f : A;
+    float gate = 0.f, beta = 0.f, total = 1.f, weight = 1.f, grown = 1.f;
+    if (!KDA) {
+        if (is_token) {
+            const i64 at = batch * p.b_g + (first + lane) * p.t_g + head;
+            gate = scalar(fetch_scalar(p.g_in, at, p.g_type, true), p.g_type) +
+                   scalar(fetch_scalar(p.dt_bias, head, p.bias_type, true), p.bias_type);
+            if (DELTA ? p.A != 0 : p.softplus != 0) gate = softplus(gate);
+            if (DELTA && p.A) gate *= -expf(A);
+            if (owns_gates) g_ring[new_row] = gate;
+        }
+        const float old = lane < hist ? g_ring[ring_row(lane)] : 0.f, later = shuffle(old, (lane + 1) & 31);
+        const float reach = sum_from(lane == 31 ? 0.f : later, lane);
+        total = expf(rate * (shuffle(old, 0) + shuffle(reach, 0)));
+        weight = (DELTA ? 1.f : old) * expf(rate * reach);
+        grown = expf(rate * (ONE ? gate : sum_to(gate, lane)));
+    }
+    if (DELTA && is_token) {
+        const i64 at = batch * p.b_beta + (first + lane) * p.t_beta + head;
+        beta = scalar(fetch_scalar(p.beta_in, at, p.beta_type, true), p.beta_type);
+        if (p.A) beta = sigmoid(beta);
+#if SPLIT
+        if (owns_gates) p.beta[ring * p.s_beta + head * p.h_beta + new_row] = beta;
+#endif
+    }
+
+    // columns as they meet the state; of KDA's tokens upon tokens, pair l % 16 of lane l
+    float key_pair = 0.f;
+    u32 met[TILES][TERMS][4][4];
+#if RULE != 2
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float x[8];
+            widen(column[n].block[i], x);
+#pragma unroll
+            for (int m = 0; m < 4; m++)
+                met[n][0][i][m] = pack_half(x[pair_channel(m)] * power[n],
+                                            x[pair_channel(m) + PAIR_STEP] * power[n]);
+        }
+#else
+    float* const decayed = (float*)shared_memory + warp * COLUMN_FLOATS;
+    {
+        float k[TOKENS][4], q[TOKENS][4], decay[TOKENS][4];  // channels 4 lane .. 4 lane + 3
+        uint4 raw[TOKENS];
+        const i64 at = batch * p.b_g + first * p.t_g + (i64)head * K + 4 * lane;
+        fetch_fours(raw, p.g_in, at, p.t_g, p.g_type, count);
+        fours(raw, p.g_type, decay);
+        float bias[4];
+        four(fetch_four(p.dt_bias, (i64)head * K + 4 * lane, p.bias_type, true), p.bias_type, bias);
+        const float speed = p.A ? expf(A) : 0.f;
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+            widen(*(const uint2*)(k_row + (token_at(t) * p.t_k + 4 * lane) * ACT_BYTES), k[t]);
+            widen(*(const uint2*)(q_row + (token_at(t) * p.t_q + 4 * lane) * ACT_BYTES), q[t]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float& y = decay[t][e];
+                y += bias[e];
+                if (p.A) y = p.bounded ? p.bound * fast_sigmoid(speed * y) : -speed * fast_softplus(y);
+            }
+            if (t < count && owns_gates)
+                *(float4*)(g_ring + ring_row(held + t) * K + 4 * lane) =
+                    make_float4(decay[t][0], decay[t][1], decay[t][2], decay[t][3]);
+#pragma unroll
+            for (int e = 0; e < 4; e++) decay[t][e] = t < count ? fast_exp2(LOG2E * decay[t][e]) : 1.f;
+        }
+        // tokens upon tokens: the decay from token j grows as s goes on
+        if (!ONE) {
+            float x[16];
+#pragma unroll
+            for (int i = 0; i < 16; i++) x[i] = 0.f;
+#pragma unroll
+            for (int j = 0; j < TOKENS; j++) {
+                float from[4] = {k[j][0], k[j][1], k[j][2], k[j][3]};
+#pragma unroll
+                for (int s = j; s < TOKENS; s++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        if (s > j) from[e] *= decay[s][e];
+                        if (s > j) x[s * (s - 1) / 2 + j] += k[s][e] * from[e];
+                        x[6 + s * (s + 1) / 2 + j] += q[s][e] * from[e];
+                    }
+            }
+            key_pair = scatter_sum(x, lane);
+        }
+        // keys and queries decayed from the history's end, then the history's keys to its end
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if (t > 0) decay[t][e] *= decay[t - 1][e];
+                k[t][e] *= decay[t][e], q[t][e] *= decay[t][e];
+            }
+        constexpr int AT_ONCE = 8 / TOKENS;  // records
+        float reach[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int t = 0; t < RECORDS; t++)
+#pragma unroll
+            for (int n = 0; n < 2; n++) score[0][t][n] = 0.f;
+#pragma unroll
+        for (int j = 8 * RECORDS - AT_ONCE; j >= 0; j -= AT_ONCE) {
+            if (j >= hist) continue;
+            float x[16];
+#pragma unroll
+            for (int i = 0; i < 16; i++) x[i] = 0.f;
+#pragma unroll
+            for (int i = AT_ONCE - 1; i >= 0; i--) {
+                if (j + i >= hist) continue;
+                const int row = ring_row(j + i) * K + 4 * lane;
+                float y[4];
+                widen(*(const uint2*)(k_ring + row * ACT_BYTES), y);
+                const float4 z = *(const float4*)(g_ring + row);
+                const float here[4] = {z.x, z.y, z.z, z.w};
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    y[e] *= fast_exp2(reach[e]);
+                    reach[e] = fmaf(LOG2E, here[e], reach[e]);
+#pragma unroll
+                    for (int s = 0; s < TOKENS; s++) {
+                        x[2 * TOKENS * i + s] += k[s][e] * y[e];
+                        x[2 * TOKENS * i + TOKENS + s] += q[s][e] * y[e];
+                    }
+                }
+            }
+            const float sum = scatter_sum(x, lane);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {  // of records 2c and 2c + 1 of an eight where these are they
+                const int i = (j & 7) == 0 && ONE ? 2 * c + n : n;
+                const float y = shuffle(sum, (2 * TOKENS * i + g) & 15);
+                if (ONE || c == (j & 7) / 2) score[0][j / 8][n] = y;
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+            float x[2][4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float y = fast_exp2(reach[e]);
+                x[0][e] = k[t][e] * y, x[1][e] = q[t][e] * y;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                *(float4*)(decayed + (i * TOKENS + t) * K + 4 * lane) =
+                    make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
+        }
+        warp_sync();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float* const from = decayed + (g < 2 * TOKENS ? g : 0) * K + channel_of(i, c);
+            const float4 y = *(const float4*)from, z = *(const float4*)(from + 4);
+            const float x[8] = {y.x, y.y, y.z, y.w, z.x, z.y, z.z, z.w};
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                float y = x[pair_channel(m)] * power[0], z = x[pair_channel(m) + PAIR_STEP] * power[0];
+#pragma unroll
+                for (int term = 0; term < TERMS; term++) {
+                    const u32 both = pack_half(y, z);
+                    met[0][term][i][m] = both;
+                    y -= half_to_float((u16)both), z -= half_to_float((u16)(both >> 16));
+                }
+            }
+        }
+    }
+#endif
+
+    // factors: of records for column g, and of columns 2c and 2c + 1
+    float ring_b[TILES][RECORDS][2], factor[TILES][2];
+    const float column_grown = KDA ? 1.f : shuffle(grown, column_token);
+#pragma unroll
+    for (int t = 0; t < RECORDS; t++)
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const float of_record = record_norm[t][m] * (KDA ? 1.f : shuffle(weight, 8 * t + 2 * c + m));
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+                ring_b[n][t][m] = lives[t][m] ? score[n][t][m] * of_record * norm[n] * column_grown : 0.f;
+        }
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+            factor[n][m] = shuffle(norm[n] * column_grown * total * (head_scale / power[n]), 4 * (2 * c + m));
+
+    // tokens upon tokens
+    const float skip = DELTA ? 0.f : scalar(fetch_scalar(p.D, head, p.D_type, true), p.D_type);
+#if TOKENS == 1
+    const float one_beta = shuffle(beta, 0);
+    const float answer =
+        shuffle(pairs[0], 4) * (DELTA ? shuffle(norm[0], 0) * shuffle(norm[0], 4) : shuffle(gate, 0)) + skip;
+#else
+    // as an operand, [column g][token 2c + n]: the triangular system's inverse less the identity, since tensor
+    // cores cut sums off, and what outputs take of its right side
+    float token_beta[2], solve_b[2] = {0, 0}, reply_b[2] = {0, 0};
+    {
+        const int s = column_token;
+        const float key_s = TILES == 2 ? norm[0] : shuffle(norm[0], 4 * s),
+                    query_s = TILES == 2 ? norm[TILES - 1] : shuffle(norm[0], 4 * (4 + s));
+        const float beta_s = shuffle(beta, s);
+        float coefficient[2], reply[2];
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int j = (2 * c + n) % TOKENS;
+            const bool is_token_column = TOKENS == 8 || c < 2;
+            token_beta[n] = shuffle(beta, j);
+            const float key_j = shuffle(norm[0], 4 * j), gate_j = shuffle(gate, j);
+            float between = 0.f, decay = 1.f;
+            if (!KDA) {
+#pragma unroll
+                for (int i = 1; i < TOKENS; i++) {
+                    const float y = shuffle(gate, i);
+                    if (i > j && i <= s) between += y;
+                }
+                decay = expf(rate * between);
+            }
+            float y = pairs[n], z = TILES == 2 ? pairs[2 + n] : pairs[n];
+            if (KDA) {
+                y = shuffle(key_pair, s > j ? s * (s - 1) / 2 + j : 0);
+                z = shuffle(key_pair, s >= j ? 6 + s * (s + 1) / 2 + j : 0);
+            }
+            const bool solves = DELTA && s > j && s < count && is_token_column && (TILES == 2 || g < 4);
+            const bool replies = s >= j && s < count && is_token_column && (TILES == 2 || g >= 4);
+            coefficient[n] = solves ? -beta_s * key_s * key_j * decay * y : 0.f;
+            reply[n] = replies ? z * decay * (DELTA ? query_s * key_j : gate_j) : 0.f;
+            reply_b[n] = DELTA ? 0.f : reply[n];
+        }
+        if (DELTA)
+#pragma unroll
+            for (int i = 0; i < TOKENS; i++) {  // row i of the inverse is whole by now
+                float row[2];
+                const int from = lane & ~3 | i >> 1;
+                const float x = shuffle(coefficient[i & 1], from), y = shuffle(reply[i & 1], from);
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    row[n] = shuffle(solve_b[n], 4 * i + c) + (i == 2 * c + n ? 1.f : 0.f);
+                    solve_b[n] = fmaf(x, row[n], solve_b[n]), reply_b[n] = fmaf(y, row[n], reply_b[n]);
+                }
+            }
+    }
+    if (TILES == 1)
+#pragma unroll
+        for (int n = 0; n < 2; n++) solve_b[n] += reply_b[n];  // rows 0 to 3, and 4 to 7
+#endif
+
+    Past past = load_past(0);
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) {
+        const int v = v_part + 32 * pair + 4 * g;
+        const bool inside = v < V;
+        if (v_part + 32 * pair >= V) break;
+        const Past now = past;
+        if (pair + 1 < PAIRS) past = load_past(pair + 1);
+        const int at = inside ? v : 0;
+        constexpr int MINE = ONE ? 1 : 2;  // tokens of a lane
+        uint2 raw[MINE], gated[MINE];
+        float value[MINE][4], u[MINE][4], o[MINE][4];
+#pragma unroll
+        for (int n = 0; n < MINE; n++) {
+            const i64 t = token_at((2 * c + n) % TOKENS);
+            raw[n] = *(const uint2*)((const char*)p.v_in +
+                                     (batch * p.b_v + (first + t) * p.t_v + (i64)head * V + at) * ACT_BYTES);
+            if (!DELTA && p.z_in)
+                gated[n] = load4((const char*)p.z_in +
+                                     (batch * p.b_z + (first + t) * p.t_z + (i64)head * V + at) * ACT_BYTES,
+                                 true);
+            widen(raw[n], value[n]);
+        }
+#pragma unroll
+        for (int unit = 0; unit < 2; unit++) {
+            // checkpoint times columns: rows 4g + 2 unit and 4g + 2 unit + 1
+            const Codes& x = stored[pair];
+            float acc[TILES][4];
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) acc[n][e] = 0.f;
+            const Scales scale[2] = {scales_of(x.scale[2 * unit], c), scales_of(x.scale[2 * unit + 1], c)};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 opened[2][4];
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const uint4 y = x.code[CODE_WORDS * (2 * unit + r) + (FOUR_BITS ? 0 : i >> 1)];
+                    const u32 word[4] = {y.x, y.y, y.z, y.w};
+                    open_codes(word[FOUR_BITS ? i : 2 * (i & 1)], word[FOUR_BITS ? i : 2 * (i & 1) + 1],
+                               scale[r].block[i >> 1], opened[r]);
+                }
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const u32 a[4] = {opened[0][2 * half], opened[1][2 * half], opened[0][2 * half + 1],
+                                      opened[1][2 * half + 1]};
+#pragma unroll
+                    for (int n = FIRST_TILE; n < TILES; n++)
+#pragma unroll
+                        for (int term = TERMS - 1; term >= 0; term--) {
+                            const u32 z[2] = {met[n][term][i][2 * half], met[n][term][i][2 * half + 1]};
+                            mma_half(acc[n], a, z);
+                        }
+                }
+            }
+
+            // the ring, and factors
+            constexpr int PAST_TERMS = DELTA ? 2 : 1;
+            float recent[TILES][4], recent_low[TILES][4];
+#pragma unroll
+            for (int n = FIRST_TILE; n < TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) recent[n][e] = recent_low[n][e] = 0.f;
+            if (hist > 0)
+#pragma unroll
+                for (int t = 0; t < RECORDS; t++) {
+                    const float y[4] = {now.value[t][0][2 * unit], now.value[t][0][2 * unit + 1],
+                                        now.value[t][1][2 * unit], now.value[t][1][2 * unit + 1]};
+                    float h[4], l[4];
+                    split<PAST_TERMS>(y, h, l);
+#pragma unroll
+                    for (int n = FIRST_TILE; n < TILES; n++)
+                        product<PAST_TERMS, 2>(recent[n], recent_low[n], h, l, ring_b[n][t]);
+                }
+#pragma unroll
+            for (int n = FIRST_TILE; n < TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const float f = FORMAT == 2 ? factor[n][e & 1] : factor[n][e & 1] * scale[e >> 1].row;
+                    acc[n][e] = fmaf(acc[n][e], f, with_low<PAST_TERMS, 2>(recent[n][e], recent_low[n][e]));
+                }
+
+            // the tokens upon each other
+#if TOKENS == 1
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int row = 2 * unit + r;
+                u[0][row] = DELTA ? one_beta * (value[0][row] - acc[0][2 * r]) : value[0][row];
+                o[0][row] = fmaf(answer, u[0][row], acc[0][2 * r + 1]);
+            }
+#else
+            float right[4], h[4], l[4];  // as an operand: both rows of token 2c, then of token 2c + 1
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                right[e] = value[e >> 1][2 * unit + (e & 1)];
+                if (DELTA) right[e] = token_beta[e >> 1] * (right[e] - acc[0][2 * (e & 1) + (e >> 1)]);
+                if (TOKENS == 4 && c >= 2) right[e] = 0.f;
+            }
+            split<2>(right, h, l);
+            float d[4] = {0, 0, 0, 0}, d_low[4] = {0, 0, 0, 0}, z[4] = {0, 0, 0, 0}, z_low[4] = {0, 0, 0, 0};
+            product<2, 2>(d, d_low, h, l, solve_b);
+            if (TILES == 2) product<2, 2>(z, z_low, h, l, reply_b);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int n = e & 1, r = e >> 1;
+                const float solved = with_low<2, 2>(d[e], d_low[e]);
+                u[n][2 * unit + r] = right[2 * n + r] + solved;
+                o[n][2 * unit + r] =
+                    acc[TILES - 1][e] + (TILES == 2 ? with_low<2, 2>(z[e], z_low[e]) : solved);
+            }
+#endif
+        }
+
+        if (!inside || (ONE && c != 0)) continue;
+#pragma unroll
+        for (int n = 0; n < MINE; n++) {
+            const int s = ONE ? 0 : 2 * c + n;
+            if ((TOKENS != 4 || c < 2) && s < count) {
+                char* const to = u_ring + (u32)((ring_row(held + s) * V + v) * U_BYTES);
+                if (DELTA) *(float4*)to = make_float4(u[n][0], u[n][1], u[n][2], u[n][3]);
+                else store4(to, raw[n]);
+            }
+            const int query = TOKENS == 4 ? s - 4 : s;
+            if (query < 0 || query >= written) continue;
+            float y[4] = {o[n][0], o[n][1], o[n][2], o[n][3]};
+            if (!DELTA) {
+                float z[4];
+                if (p.z_in) widen(gated[n], z);
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    if (!ONE) y[e] = fmaf(skip, value[n][e], y[e]);
+                    if (p.z_in) y[e] *= z[e] * sigmoid(z[e]);
+                }
+            }
+            if (query >= count) y[0] = y[1] = y[2] = y[3] = 0.f;
+            store4(out_row + (query * p.t_out + v) * ACT_BYTES,
+                   make_uint2(round2(y[0], y[1]), round2(y[2], y[3])));
+        }
+    }
+}
