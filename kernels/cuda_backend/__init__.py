@@ -240,7 +240,7 @@ def _step(
             (out.shape[0], out.shape[1]), window=window, index=index, use_qk_l2norm=bool(params.l2norm),
             rand_seed=rand_seed, layer=layer,
         )  # fmt: skip
-        compiled_for = read_config(rule, V, HV // H, read.format, compiled, window, bool(betas), batch * HV)
+        compiled_for = read_config(rule, V, HV // H, read.format, compiled, window, bool(betas), batch * HV, params)
         programs = -(-HV * -(-V // compiled_for.rows) // compiled_for.warps)
     else:
         share = cut(rule, V, compiled, batch * HV, _gpu(out.device))

@@ -243,7 +243,14 @@ class SmallConfig:
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """What `read.cu` knows at compile time; its head says what each means."""
+    """What `read.cu` knows at compile time, likewise.
+
+    Attributes:
+        format: of the states that are read.
+        rows: value rows of a warp.
+        split: whether there is another copy, and records keep beta.
+        kinds: of the arguments.
+    """
 
     rule: Rule
     value_dim: int
@@ -253,6 +260,7 @@ class ReadConfig:
     records: int
     rows: int
     split: bool
+    kinds: Kinds
     source: ClassVar[str] = "read.cu"
     warps: ClassVar[int] = 4
     fills: ClassVar[bool] = False
@@ -263,6 +271,7 @@ class ReadConfig:
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
             "STATE": TYPES[torch.float32], "WARPS": self.warps, "FORMAT": list(PACKED).index(self.format),
             "TOKENS": self.tokens, "RECORDS": self.records, "ROWS": self.rows, "SPLIT": int(self.split),
+            "STOCHASTIC": 0, **{name.upper(): int(value) for name, value in asdict(self.kinds).items()},
         })  # fmt: skip
 
     @property

@@ -316,3 +316,18 @@ DEVICE float second_stored(u32 w) { return STATE == 1 ? second_of(w) : half_to_f
 DEVICE i64 index_at(const void* p, int at, int wide) {
     return wide ? ((const i64*)p)[at] : ((const int*)p)[at];
 }
+
+// ---- arguments whose kind is known at compile time ----
+
+// A scalar of any type, to be converted where it is used; zero if there is none.
+template <int TYPE>
+DEVICE u32 issue_scalar(const void* p, i64 at) {
+    if (TYPE < 0) return 0;
+    return TYPE == 0 ? issue4((const u32*)p + at) : issue2((const u16*)p + at);
+}
+// An index, likewise.
+DEVICE i64 issue_index(const void* p, int at, int kind) {
+    if (kind == 1) return (int)issue4((const int*)p + at);
+    const uint2 x = issue8((const i64*)p + at);
+    return (i64)((u64)x.y << 32 | x.x);
+}

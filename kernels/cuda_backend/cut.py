@@ -73,7 +73,8 @@ def serves_small(rule: Rule, tokens: int, ring: int) -> bool:
 
 
 def read_config(
-    rule: Rule, value_dim: int, group: int, format: str, tokens: int, window: int, split: bool, heads: int
+    rule: Rule, value_dim: int, group: int, format: str, tokens: int, window: int, split: bool, heads: int,
+    params: Params,
 ) -> ReadConfig:
     """What a step over packed states is compiled for, with `heads` heads of all its rows.
 
@@ -85,7 +86,7 @@ def read_config(
     while most > 32 and heads * parts < LARGE // 4:
         most //= 2
         parts = -(-value_dim // most)
-    return ReadConfig(rule, value_dim, group, format, tokens, 2 if window <= 16 else 4, most, split)
+    return ReadConfig(rule, value_dim, group, format, tokens, 2 if window <= 16 else 4, most, split, Kinds.of(params))
 
 
 def config(

@@ -133,6 +133,13 @@ DEVICE void load_matrices(u32 (&x)[4], const void* row) {
                  : "memory");
 }
 
+// A pointer that is not worked out again where it is used.
+template <class T>
+DEVICE T* in_register(T* p) {
+    asm volatile("" : "+l"(p));
+    return p;
+}
+
 // Loads that stay where they stand, so that they are on their way before anything is waited for.
 DEVICE u16 issue2(const void* p) {
     u16 x;
@@ -169,6 +176,22 @@ DEVICE uint4 issue16_once(const void* p) {
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "l"(p));
     return x;
+}
+
+// Stores that are no branch.
+DEVICE void store16_if(bool stored, void* p, const float (&x)[4]) {
+    asm volatile("{.reg .pred s;\n"
+                 "setp.ne.b32 s, %5, 0;\n"
+                 "@s st.global.v4.f32 [%0], {%1, %2, %3, %4};}" ::"l"(p),
+                 "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"((int)stored)
+                 : "memory");
+}
+DEVICE void store8_if(bool stored, void* p, uint2 x) {
+    asm volatile("{.reg .pred s;\n"
+                 "setp.ne.b32 s, %3, 0;\n"
+                 "@s st.global.v2.b32 [%0], {%1, %2};}" ::"l"(p),
+                 "r"(x.x), "r"(x.y), "r"((int)stored)
+                 : "memory");
 }
 
 // 16 bytes to shared memory without registers; zeros where `inside` is false.

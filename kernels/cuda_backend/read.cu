@@ -11,7 +11,8 @@
 //
 // Compile-time, besides those of common.cuh: WARPS (4), FORMAT (0 fp8, 1 int8, 2 nvfp4, 3 mxfp4), TOKENS (1, 4
 // or 8, the most a row brings; KDA: 1 or 4), RECORDS (window at most, in eights, 2 or 4), ROWS (32, 64 or 128),
-// SPLIT (records keep beta).
+// SPLIT (records keep beta), and the kinds of arguments that `small.cu` has: STATE_INDEX, RING_INDEX, LENS,
+// VARLEN, G_TYPE, BETA_TYPE, A_TYPE, BIAS_TYPE, D_TYPE, HAS_Z, L2NORM, SOFTPLUS, BOUNDED.
 //
 // Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of rows of keys, of queries and of the state it holds 32
 // channels in four chunks of eight, see `channel_of`; the sums over channels run in any order. Columns are the
@@ -21,6 +22,7 @@
 constexpr bool FOUR_BITS = FORMAT >= 2, ONE = TOKENS == 1;
 constexpr int CODE_BYTES = FOUR_BITS ? K / 2 : K;  // of a row
 constexpr int CODE_WORDS = CODE_BYTES / 64;        // of 16 bytes, of a row, a lane's
+constexpr int SCALE_BYTES = FORMAT == 2 ? K / 16 : 4;
 constexpr int PAIRS = ROWS / 32, PARTS = (V + ROWS - 1) / ROWS;
 constexpr int QUERIES = TOKENS;                 // the first query's column
 constexpr int TILES = TOKENS == 8 ? 2 : 1;      // of eight columns
@@ -28,6 +30,8 @@ constexpr int FIRST_TILE = DELTA ? 0 : TILES - 1;  // keys of Mamba-2 do not mee
 constexpr int TERMS = KDA ? 2 : 1;
 constexpr int COLUMN_FLOATS = KDA ? 2 * TOKENS * K : 0;  // a warp's keys and queries, decayed
 constexpr int SHARED_BYTES = 4 * WARPS * COLUMN_FLOATS;
+
+DEVICE float fast_exp(float x) { return fast_exp2(LOG2E * x); }
 
 DEVICE int channel_of(int chunk, int c) {
     return FOUR_BITS ? 32 * c + 8 * chunk : 64 * (chunk >> 1) + 16 * c + 8 * (chunk & 1);
@@ -69,16 +73,14 @@ struct Codes {
     uint4 code[4 * CODE_WORDS];
     u32 scale[4];
 };
-DEVICE Codes issue_codes(const char* codes, const char* scales, int v, int c) {
+DEVICE Codes issue_codes(const char* codes, const char* scales) {
     Codes x;
 #pragma unroll
     for (int r = 0; r < 4; r++) {
 #pragma unroll
         for (int i = 0; i < CODE_WORDS; i++)
-            x.code[CODE_WORDS * r + i] = issue16_once(codes + (v + r) * CODE_BYTES + 64 * i + 16 * c);
-        if (FORMAT == 2) x.scale[r] = issue2(scales + (v + r) * 8 + 2 * c);
-        else if (FORMAT == 3) x.scale[r] = issue4(scales + (v + r) * 4);
-        else x.scale[r] = issue4(scales + (v + r) * 4);
+            x.code[CODE_WORDS * r + i] = issue16_once(codes + r * CODE_BYTES + 64 * i);
+        x.scale[r] = FORMAT == 2 ? issue2(scales + r * SCALE_BYTES) : issue4(scales + r * SCALE_BYTES);
     }
     return x;
 }
@@ -135,18 +137,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
 
     // the row, and its tokens
     i64 slot = b, first = 0, tokens = p.T;
-    if (p.state_indices) slot = index_at(p.state_indices, b, p.wide_state);
+    if (STATE_INDEX) slot = issue_index(p.state_indices, b, STATE_INDEX);
     i64 ring = slot;
-    if (p.ring_indices) ring = index_at(p.ring_indices, b, p.wide_ring);
-    if (p.lens) {
-        tokens = index_at(p.lens, b, p.wide_lens);
-        if (p.varlen) first = tokens, tokens = index_at(p.lens, b + 1, p.wide_lens) - first;
+    if (RING_INDEX) ring = issue_index(p.ring_indices, b, RING_INDEX);
+    if (LENS) {
+        tokens = issue_index(p.lens, b, LENS);
+        if (VARLEN) first = tokens, tokens = issue_index(p.lens, b + 1, LENS) - first;
         tokens = tokens < 0 ? 0 : tokens < p.T ? tokens : p.T;
     }
-    const bool alive = slot >= 0 && ring >= 0 && !(p.state_indices && slot == p.pad_slot);
+    const bool alive = slot >= 0 && ring >= 0 && !(STATE_INDEX && slot == p.pad_slot);
     const int count = alive ? (int)tokens : 0;
-    const int written = p.varlen ? count : p.T;  // tokens whose output this row owns
-    const i64 batch = p.varlen ? 0 : b;
+    const int written = VARLEN ? count : p.T;  // tokens whose output this row owns
+    const i64 batch = VARLEN ? 0 : b;
     const int v_part = part * ROWS;
     char* const out_row = (char*)p.out + (batch * p.b_out + first * p.t_out + (i64)head * V) * ACT_BYTES;
     if (count == 0) {
@@ -157,14 +159,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
     }
 
     const char* const codes = (const char*)p.state + slot * p.s_state + (i64)head * V * CODE_BYTES;
-    constexpr int SCALE_BYTES = FORMAT == 2 ? K / 16 : 4;  // of a row
     const char* const scales = (const char*)p.scales + slot * p.s_scales + (i64)head * V * SCALE_BYTES;
+    const int v_lane = v_part + 4 * g;
+    const char* const codes_here = in_register(codes + v_lane * CODE_BYTES + 16 * c);
+    const char* const scales_here = in_register(scales + v_lane * SCALE_BYTES + (FORMAT == 2 ? 2 * c : 0));
+    // how far the rows of a pair are; where they are none, the part's first
+    auto on = [&](int pair) { return V % 32 == 0 || v_lane + 32 * pair < V ? 32 * pair : -4 * g; };
     Codes stored[PAIRS];
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-        const int v = v_part + 32 * i + 4 * g;
-        stored[i] = issue_codes(codes, scales, v < V ? v : 0, c);
-    }
+    for (int i = 0; i < PAIRS; i++)
+        stored[i] = issue_codes(codes_here + on(i) * CODE_BYTES, scales_here + on(i) * SCALE_BYTES);
     const float head_scale =
         (FOUR_BITS ? 64.f : 1.f) * (FORMAT == 2 ? p.head_scales[slot * p.s_heads + head] : 1.f);
 
@@ -181,29 +185,28 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
 
     // A record that does not live is read as the first that does, and comes to nothing.
     bool lives[RECORDS][2];
-    u32 past_at[RECORDS][2];
+    const char* past_at[RECORDS][2];
 #pragma unroll
     for (int t = 0; t < RECORDS; t++)
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             const int j = 8 * t + 2 * c + n;
             lives[t][n] = j < hist;
-            past_at[t][n] = (ring_row(lives[t][n] ? j : 0) * V + v_part + 4 * g) * U_BYTES;
+            past_at[t][n] = in_register(u_ring + (u32)((ring_row(lives[t][n] ? j : 0) * V + v_lane) * U_BYTES));
         }
     auto load_past = [&](int pair) {
         Past x;
-        const u32 on = v_part + 32 * pair + 4 * g < V ? 32 * pair * U_BYTES : 0;
 #pragma unroll
         for (int t = 0; t < RECORDS; t++)
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                const char* const at = u_ring + (past_at[t][n] + on);
+                const char* const at = past_at[t][n] + on(pair) * U_BYTES;
                 if (DELTA) {
-                    const float4 y = *(const float4*)at;
+                    const uint4 y = issue16(at);
                     float(&f)[4] = x.value[t][n];
-                    f[0] = y.x, f[1] = y.y, f[2] = y.z, f[3] = y.w;
+                    f[0] = real(y.x), f[1] = real(y.y), f[2] = real(y.z), f[3] = real(y.w);
                 } else {
-                    widen(*(const uint2*)at, x.value[t][n]);
+                    widen(issue8(at), x.value[t][n]);
                 }
             }
         return x;
@@ -228,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
         for (int i = 0; i < 4; i++)
             *(uint4*)(k_ring + (ring_row(held + g) * K + channel_of(i, c)) * ACT_BYTES) = column[0].block[i];
 
-    // of columns with keys; of column g of each tile its factor, and a power of two near its norm, inverted
-    float pairs[4] = {0, 0, 0, 0}, norm[TILES], power[TILES];
+    // of columns with keys; of column g of each tile its factor, and a power of two near its norm's inverse
+    float pairs[4] = {0, 0, 0, 0}, norm[TILES], power[TILES], inverse_power[TILES];
     gram(pairs, column[0], column[TILES - 1], TILES == 2, column[0]);
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
@@ -239,9 +242,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
             gram(d, column[n], column[n], false, column[n]);
             square = diagonal(d[0], d[1], g);
         }
-        norm[n] = DELTA && p.l2norm ? inverse_root(square + 1e-6f) : 1.f;
+        norm[n] = DELTA && L2NORM ? inverse_root(square + 1e-6f) : 1.f;
         if (DELTA && (n == 1 || first_is_query)) norm[n] *= p.scale;
-        power[n] = real(127 + 14 - ((int)(bits(square) >> 23) - 127 >> 1) << 23);
+        const int half = (int)(bits(square) >> 23) - 127 >> 1;
+        power[n] = real(127 + 14 - half << 23), inverse_power[n] = real(127 - 14 + half << 23);
     }
 
     float score[TILES][RECORDS][2], record_norm[RECORDS][2];  // of records 8t + 2c and 8t + 2c + 1
@@ -263,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
                 if (TILES == 2) score[TILES - 1][t + i][n] = d[2 + n];
                 record_norm[t + i][n] = 1.f;
             }
-            if (DELTA && p.l2norm) {
+            if (DELTA && L2NORM) {
                 float e[4] = {0, 0, 0, 0};
                 gram(e, keys[0], keys[1], true, keys[i]);
 #pragma unroll
@@ -275,28 +279,28 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
     }
 
     // gates of record and of token `lane`
-    const float A = scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type);
+    const float A = scalar(issue_scalar<A_TYPE>(p.A, head), A_TYPE);
     const float rate = DELTA ? 1.f : A;
     float gate = 0.f, beta = 0.f, total = 1.f, weight = 1.f, grown = 1.f;
     if (!KDA) {
         if (is_token) {
             const i64 at = batch * p.b_g + (first + lane) * p.t_g + head;
-            gate = scalar(fetch_scalar(p.g_in, at, p.g_type, true), p.g_type) +
-                   scalar(fetch_scalar(p.dt_bias, head, p.bias_type, true), p.bias_type);
-            if (DELTA ? p.A != 0 : p.softplus != 0) gate = softplus(gate);
-            if (DELTA && p.A) gate *= -expf(A);
+            gate = scalar(issue_scalar<G_TYPE>(p.g_in, at), G_TYPE) +
+                   scalar(issue_scalar<BIAS_TYPE>(p.dt_bias, head), BIAS_TYPE);
+            if (DELTA ? A_TYPE >= 0 : SOFTPLUS) gate = fast_softplus(gate);
+            if (DELTA && A_TYPE >= 0) gate *= -fast_exp(A);
             if (owns_gates) g_ring[new_row] = gate;
         }
         const float old = lane < hist ? g_ring[ring_row(lane)] : 0.f, later = shuffle(old, (lane + 1) & 31);
         const float reach = sum_from(lane == 31 ? 0.f : later, lane);
-        total = expf(rate * (shuffle(old, 0) + shuffle(reach, 0)));
-        weight = (DELTA ? 1.f : old) * expf(rate * reach);
-        grown = expf(rate * (ONE ? gate : sum_to(gate, lane)));
+        total = fast_exp(rate * (shuffle(old, 0) + shuffle(reach, 0)));
+        weight = (DELTA ? 1.f : old) * fast_exp(rate * reach);
+        grown = fast_exp(rate * (ONE ? gate : sum_to(gate, lane)));
     }
     if (DELTA && is_token) {
         const i64 at = batch * p.b_beta + (first + lane) * p.t_beta + head;
-        beta = scalar(fetch_scalar(p.beta_in, at, p.beta_type, true), p.beta_type);
-        if (p.A) beta = sigmoid(beta);
+        beta = scalar(issue_scalar<BETA_TYPE>(p.beta_in, at), BETA_TYPE);
+        if (A_TYPE >= 0) beta = fast_sigmoid(beta);
 #if SPLIT
         if (owns_gates) p.beta[ring * p.s_beta + head * p.h_beta + new_row] = beta;
 #endif
@@ -323,11 +327,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
         float k[TOKENS][4], q[TOKENS][4], decay[TOKENS][4];  // channels 4 lane .. 4 lane + 3
         uint4 raw[TOKENS];
         const i64 at = batch * p.b_g + first * p.t_g + (i64)head * K + 4 * lane;
-        fetch_fours(raw, p.g_in, at, p.t_g, p.g_type, count);
-        fours(raw, p.g_type, decay);
+        fetch_fours(raw, p.g_in, at, p.t_g, G_TYPE, count);
+        fours(raw, G_TYPE, decay);
         float bias[4];
-        four(fetch_four(p.dt_bias, (i64)head * K + 4 * lane, p.bias_type, true), p.bias_type, bias);
-        const float speed = p.A ? expf(A) : 0.f;
+        four(fetch_four(p.dt_bias, (i64)head * K + 4 * lane, BIAS_TYPE, BIAS_TYPE >= 0), BIAS_TYPE, bias);
+        const float speed = fast_exp(A);
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
             widen(*(const uint2*)(k_row + (token_at(t) * p.t_k + 4 * lane) * ACT_BYTES), k[t]);
@@ -336,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
             for (int e = 0; e < 4; e++) {
                 float& y = decay[t][e];
                 y += bias[e];
-                if (p.A) y = p.bounded ? p.bound * fast_sigmoid(speed * y) : -speed * fast_softplus(y);
+                if (A_TYPE >= 0) y = BOUNDED ? p.bound * fast_sigmoid(speed * y) : -speed * fast_softplus(y);
             }
             if (t < count && owns_gates)
                 *(float4*)(g_ring + ring_row(held + t) * K + 4 * lane) =
@@ -459,10 +463,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
     for (int n = 0; n < TILES; n++)
 #pragma unroll
         for (int m = 0; m < 2; m++)
-            factor[n][m] = shuffle(norm[n] * column_grown * total * (head_scale / power[n]), 4 * (2 * c + m));
+            factor[n][m] = shuffle(norm[n] * column_grown * total * head_scale * inverse_power[n], 4 * (2 * c + m));
 
     // tokens upon tokens
-    const float skip = DELTA ? 0.f : scalar(fetch_scalar(p.D, head, p.D_type, true), p.D_type);
+    const float skip = DELTA ? 0.f : scalar(issue_scalar<D_TYPE>(p.D, head), D_TYPE);
 #if TOKENS == 1
     const float one_beta = shuffle(beta, 0);
     const float answer =
@@ -490,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
                     const float y = shuffle(gate, i);
                     if (i > j && i <= s) between += y;
                 }
-                decay = expf(rate * between);
+                decay = fast_exp(rate * between);
             }
             float y = pairs[n], z = TILES == 2 ? pairs[2 + n] : pairs[n];
             if (KDA) {
@@ -521,27 +525,37 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
         for (int n = 0; n < 2; n++) solve_b[n] += reply_b[n];  // rows 0 to 3, and 4 to 7
 #endif
 
-    Past past = load_past(0);
+    // this lane's tokens: where their values are, their records and their outputs go
+    constexpr int MINE = ONE ? 1 : 2;
+    const char *values_at[MINE], *gates_at[MINE];
+    char *record_to[MINE], *out_to[MINE];
+    bool keeps[MINE], answers[MINE], exists[MINE];
+#pragma unroll
+    for (int n = 0; n < MINE; n++) {
+        const int s = ONE ? 0 : 2 * c + n, query = TOKENS == 4 ? s - 4 : s;
+        const i64 from = first + token_at(s % TOKENS);
+        values_at[n] = in_register((const char*)p.v_in +
+                                   (batch * p.b_v + from * p.t_v + (i64)head * V + v_lane) * ACT_BYTES);
+        if (HAS_Z)
+            gates_at[n] = in_register((const char*)p.z_in +
+                                      (batch * p.b_z + from * p.t_z + (i64)head * V + v_lane) * ACT_BYTES);
+        keeps[n] = (ONE ? c == 0 : TOKENS == 8 || c < 2) && s < count;
+        answers[n] = (!ONE || c == 0) && query >= 0 && query < written, exists[n] = ONE || query < count;
+        record_to[n] =
+            in_register(u_ring + (u32)((ring_row(held + (keeps[n] ? s : 0)) * V + v_lane) * U_BYTES));
+        out_to[n] = in_register(out_row + (query * p.t_out + v_lane) * ACT_BYTES);
+    }
+
 #pragma unroll
     for (int pair = 0; pair < PAIRS; pair++) {
-        const int v = v_part + 32 * pair + 4 * g;
-        const bool inside = v < V;
-        if (v_part + 32 * pair >= V) break;
-        const Past now = past;
-        if (pair + 1 < PAIRS) past = load_past(pair + 1);
-        const int at = inside ? v : 0;
-        constexpr int MINE = ONE ? 1 : 2;  // tokens of a lane
+        if (V % ROWS != 0 && v_part + 32 * pair >= V) break;
+        const Past past = load_past(pair);
         uint2 raw[MINE], gated[MINE];
         float value[MINE][4], u[MINE][4], o[MINE][4];
 #pragma unroll
         for (int n = 0; n < MINE; n++) {
-            const i64 t = token_at((2 * c + n) % TOKENS);
-            raw[n] = *(const uint2*)((const char*)p.v_in +
-                                     (batch * p.b_v + (first + t) * p.t_v + (i64)head * V + at) * ACT_BYTES);
-            if (!DELTA && p.z_in)
-                gated[n] = load4((const char*)p.z_in +
-                                     (batch * p.b_z + (first + t) * p.t_z + (i64)head * V + at) * ACT_BYTES,
-                                 true);
+            raw[n] = issue8(values_at[n] + on(pair) * ACT_BYTES);
+            if (HAS_Z) gated[n] = issue8(gates_at[n] + on(pair) * ACT_BYTES);
             widen(raw[n], value[n]);
         }
 #pragma unroll
@@ -588,8 +602,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
             if (hist > 0)
 #pragma unroll
                 for (int t = 0; t < RECORDS; t++) {
-                    const float y[4] = {now.value[t][0][2 * unit], now.value[t][0][2 * unit + 1],
-                                        now.value[t][1][2 * unit], now.value[t][1][2 * unit + 1]};
+                    const float y[4] = {past.value[t][0][2 * unit], past.value[t][0][2 * unit + 1],
+                                        past.value[t][1][2 * unit], past.value[t][1][2 * unit + 1]};
                     float h[4], l[4];
                     split<PAST_TERMS>(y, h, l);
 #pragma unroll
@@ -635,30 +649,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
 #endif
         }
 
-        if (!inside || (ONE && c != 0)) continue;
+        const bool inside = V % 32 == 0 || v_lane + 32 * pair < V;
 #pragma unroll
         for (int n = 0; n < MINE; n++) {
-            const int s = ONE ? 0 : 2 * c + n;
-            if ((TOKENS != 4 || c < 2) && s < count) {
-                char* const to = u_ring + (u32)((ring_row(held + s) * V + v) * U_BYTES);
-                if (DELTA) *(float4*)to = make_float4(u[n][0], u[n][1], u[n][2], u[n][3]);
-                else store4(to, raw[n]);
-            }
-            const int query = TOKENS == 4 ? s - 4 : s;
-            if (query < 0 || query >= written) continue;
-            float y[4] = {o[n][0], o[n][1], o[n][2], o[n][3]};
-            if (!DELTA) {
-                float z[4];
-                if (p.z_in) widen(gated[n], z);
+            char* const to = record_to[n] + 32 * pair * U_BYTES;
+            if (DELTA) store16_if(keeps[n] && inside, to, u[n]);
+            else store8_if(keeps[n] && inside, to, raw[n]);
+            float y[4] = {o[n][0], o[n][1], o[n][2], o[n][3]}, z[4];
+            if (HAS_Z) widen(gated[n], z);
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    if (!ONE) y[e] = fmaf(skip, value[n][e], y[e]);
-                    if (p.z_in) y[e] *= z[e] * sigmoid(z[e]);
-                }
+            for (int e = 0; e < 4; e++) {
+                if (!DELTA && !ONE) y[e] = fmaf(skip, value[n][e], y[e]);
+                if (HAS_Z) y[e] *= z[e] * fast_sigmoid(z[e]);
+                if (!exists[n]) y[e] = 0.f;
             }
-            if (query >= count) y[0] = y[1] = y[2] = y[3] = 0.f;
-            store4(out_row + (query * p.t_out + v) * ACT_BYTES,
-                   make_uint2(round2(y[0], y[1]), round2(y[2], y[3])));
+            store8_if(answers[n] && inside, out_to[n] + 32 * pair * ACT_BYTES,
+                      make_uint2(round2(y[0], y[1]), round2(y[2], y[3])));
         }
     }
 }

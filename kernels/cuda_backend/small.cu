@@ -63,18 +63,6 @@ DEVICE float scatter(float (&x)[N], int lane) {
     return y;
 }
 
-// A scalar of any type, to be converted where it is used; zero if there is none.
-template <int TYPE>
-DEVICE u32 issue_scalar(const void* p, i64 at) {
-    if (TYPE < 0) return 0;
-    return TYPE == 0 ? issue4((const u32*)p + at) : issue2((const u16*)p + at);
-}
-// An index, likewise.
-DEVICE i64 issue_index(const void* p, int at, int kind) {
-    if (kind == 1) return (int)issue4((const int*)p + at);
-    const uint2 x = issue8((const i64*)p + at);
-    return (i64)((u64)x.y << 32 | x.x);
-}
 template <bool ONCE>
 DEVICE Row issue_row(const char* p, int c) {
     Row x;

@@ -268,6 +268,10 @@ DEVICE void load_matrices(u32 (&x)[4], const void* row) {
 }
 
 template <class T>
+DEVICE T* in_register(T* p) {
+    return p;
+}
+template <class T>
 DEVICE T issue(const void* p) {
     if ((uintptr_t)p % sizeof(T)) abort();
     return *(const T*)p;
@@ -279,6 +283,14 @@ DEVICE uint4 issue16(const void* p) { return issue<uint4>(p); }
 DEVICE uint2 issue8_once(const void* p) { return issue<uint2>(p); }
 DEVICE uint4 issue16_once(const void* p) { return issue<uint4>(p); }
 
+DEVICE void store16_if(bool stored, void* p, const float (&x)[4]) {
+    if (stored && (uintptr_t)p % 16) abort();
+    if (stored) memcpy(p, x, 16);
+}
+DEVICE void store8_if(bool stored, void* p, uint2 x) {
+    if (stored && (uintptr_t)p % 8) abort();
+    if (stored) memcpy(p, &x, 8);
+}
 DEVICE void copy_async(void* to, const void* from, bool inside) {
     if (((uintptr_t)to | (inside ? (uintptr_t)from : 0)) % 16) abort();
     warp::lanes[warp::at].groups.back().push_back({to, from, inside});
