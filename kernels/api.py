@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from replayssm.core.formats import PackedState, StateCopy
+from replayssm.core.formats import PackedState, StateCopy, state_tensors
 from replayssm.core.geometry import Rule
 from replayssm.kernels import torch_backend
 from replayssm.kernels.checks import (
@@ -130,7 +130,8 @@ def mamba2_step(
         Rule.MAMBA2, H, G, P, N, R, window, tokens, index.parents is not None, index.cu_seqlens is not None,
         index.draft_lens is not None, dt_softplus or dt_bias is not None, False, z is not None, state.dtype,
         _common_dtype(x, B, C, out, out if z is None else z), batch,
-        _dense(state, (x_cache, B_cache), (dt_cache,), out, index, ring_start, hist_len, A, D, dt_bias),
+        _dense((state, read_state), (x_cache, B_cache), (dt_cache,), out, index, ring_start, hist_len, A, D,
+               dt_bias),
         all(map(is_aligned, (*_pools(state, read_state), x_cache, B_cache, out))), rand_seed is not None,
         copies=copies_of(state, read_state),
     )  # fmt: skip
@@ -221,7 +222,7 @@ def gdn_step(
     call = _delta_call(
         Rule.GDN, state, read_state, k_cache, q, k, v, out, index, window, A_log is not None, False,
         use_qk_l2norm,
-        _dense(state, (u_cache, k_cache), (g_cache,), out, index, ring_start, hist_len,
+        _dense((state, read_state), (u_cache, k_cache), (g_cache,), out, index, ring_start, hist_len,
                A_log, dt_bias),
         all(map(is_aligned, (*_pools(state, read_state), u_cache, k_cache, out))), rand_seed is not None,
     )  # fmt: skip
@@ -319,7 +320,7 @@ def kda_step(
     call = _delta_call(
         Rule.KDA, state, read_state, k_cache, q, k, v, out, index, window, A_log is not None,
         lower_bound is not None, use_qk_l2norm,
-        _dense(state, (u_cache, k_cache, g_cache), (), out, index, ring_start, hist_len,
+        _dense((state, read_state), (u_cache, k_cache, g_cache), (), out, index, ring_start, hist_len,
                A_log, dt_bias),
         all(map(is_aligned, (*_pools(state, read_state), u_cache, k_cache, g_cache, out))),
         rand_seed is not None,
@@ -581,7 +582,7 @@ def _common_dtype(*tensors: torch.Tensor) -> torch.dtype | None:
 
 
 def _dense(
-    state: StateCopy,
+    copies: tuple[StateCopy | None, ...],
     rows: tuple[torch.Tensor, ...],
     scalars: tuple[torch.Tensor, ...],
     out: torch.Tensor,
@@ -593,7 +594,7 @@ def _dense(
         *vectors, index.state_indices, index.ring_indices, index.draft_lens, index.cu_seqlens, index.parents,
     )  # fmt: skip
     return (
-        is_dense(_pools(state)[0], 3)
+        all(is_dense(pool, pool.dim() - 1) for copy in copies if copy is not None for pool in state_tensors(copy))
         and all(is_dense(ring, 2) for ring in rows)
         and all(is_dense(ring, 1) for ring in scalars)
         and is_dense(out, 2)

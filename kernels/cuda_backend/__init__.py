@@ -2,9 +2,10 @@
 
 It serves what the models that people run ask for, and refuses the rest: bf16 activations, key dimension
 128, at most 16 tokens a row (KDA: 8), windows to 32 (KDA: 16), no draft trees. `step.cu` says how it works,
-and `small.cu` how steps of few heads do.
-A step is one launch a layer, without allocation or synchronisation as long as inputs are dense over heads and
-channels and begin on vector boundaries; inputs that do not are copied first.
+and `small.cu` how steps of few heads do. Where states are packed or split a row brings at most half as many
+tokens, and a step is two launches a layer, `fold.cu` and `read.cu`; otherwise it is one.
+A step neither allocates nor synchronises as long as inputs are dense over heads and channels and begin on
+vector boundaries; inputs that do not are copied first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from replayssm.core.formats import PackedState, StateCopy
+from replayssm.core.formats import PACKED, PackedState, StateCopy
 from replayssm.core.geometry import Rule
 from replayssm.kernels.checks import is_aligned
 from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Config, Params, missing, program
@@ -48,13 +49,16 @@ def unavailable(device_type: str) -> str | None:
 
 def refuses(call: StepCall) -> str | None:
     """Why this backend does not serve a step; `None` when it does."""
-    kda = call.rule is Rule.KDA
+    kda, read = call.rule is Rule.KDA, None if call.copies is None else call.copies.split("/")[0]
     most, longest = (8, 16) if kda else (16, 32)
+    if read is not None:
+        most //= 2
     refusals = (
         (call.state_dim != KEY_DIM, f"it needs a key dimension of {KEY_DIM}, got {call.state_dim}"),
         (call.value_dim % 8 != 0, f"it needs a value dimension that 8 divides, got {call.value_dim}"),
         (call.tokens > most, f"it takes at most {most} tokens a row, got {call.tokens}"),
         (call.window > longest, f"it takes windows to {longest}, got {call.window}"),
+        (read is not None and read not in PACKED, f"a copy that steps read must be packed, got {read}"),
         (call.tree, "it serves chains, not draft trees"),
         (
             call.activation_dtype is not torch.bfloat16,
