@@ -594,7 +594,12 @@ def _dense(
         *vectors, index.state_indices, index.ring_indices, index.draft_lens, index.cu_seqlens, index.parents,
     )  # fmt: skip
     return (
-        all(is_dense(pool, pool.dim() - 1) for copy in copies if copy is not None for pool in state_tensors(copy))
+        all(
+            is_dense(pool, pool.dim() - 1)
+            for copy in copies
+            if copy is not None
+            for pool in state_tensors(copy)
+        )
         and all(is_dense(ring, 2) for ring in rows)
         and all(is_dense(ring, 1) for ring in scalars)
         and is_dense(out, 2)

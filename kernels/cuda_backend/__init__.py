@@ -19,9 +19,9 @@ import torch
 from replayssm.core.formats import PACKED, PackedState, StateCopy
 from replayssm.core.geometry import Rule
 from replayssm.kernels.checks import is_aligned
+from replayssm.kernels.cuda_backend import fold
 from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Config, Params, missing, program
 from replayssm.kernels.cuda_backend.cut import ONE_WAVE, config, cut, read_config
-from replayssm.kernels.cuda_backend.fold import fold
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 
@@ -185,7 +185,7 @@ def _step(
     rand_seed: torch.Tensor | None,
     layer: int,
 ) -> torch.Tensor:
-    """One launch over the rows of `index`, or where states are packed, a fold of those that flush before it."""
+    """One launch over the rows of `index`; where states are packed, after a fold of those that flush."""
     if index.cu_seqlens is not None:
         out.zero_()
     HV, V, _ = state.shape[1:]
@@ -195,10 +195,10 @@ def _step(
     if batch == 0 or tokens == 0:
         return out
     lens = index.draft_lens if index.cu_seqlens is None else index.cu_seqlens
-    for name, tensor in (("u", values), ("k", keys), ("g", gates), *(("beta", beta) for beta in betas)):
-        setattr(params, name, tensor.data_ptr())
-        setattr(params, f"s_{name}", tensor.stride(0))
-        setattr(params, f"h_{name}", tensor.stride(1))
+    for name, ring in (("u", values), ("k", keys), ("g", gates), *(("beta", beta) for beta in betas)):
+        setattr(params, name, ring.data_ptr())
+        setattr(params, f"s_{name}", ring.stride(0))
+        setattr(params, f"h_{name}", ring.stride(1))
     read = state if read_state is None else read_state
     params.heads = HV
     _states(params, read)
@@ -239,12 +239,14 @@ def _step(
     compiled_for: Config
     if isinstance(read, PackedState):
         A = next(tensor for name, tensor in parameters if name == "A")
-        fold(
+        fold.fold(
             rule, state, read_state, rings, A if rule is Rule.MAMBA2 else None, ring_start, hist_len,
             (out.shape[0], out.shape[1]), window=window, index=index, use_qk_l2norm=bool(params.l2norm),
             rand_seed=rand_seed, layer=layer,
         )  # fmt: skip
-        compiled_for = read_config(rule, V, HV // H, read.format, compiled, window, bool(betas), batch * HV, params)
+        compiled_for = read_config(
+            rule, V, HV // H, read.format, compiled, window, bool(betas), batch * HV, params
+        )
         programs = -(-HV * -(-V // compiled_for.rows) // compiled_for.warps)
     else:
         share = cut(rule, V, compiled, batch * HV, _gpu(out.device))

@@ -1,4 +1,4 @@
-"""The step kernels as programs: their compile-time configurations, their parameters, their build.
+"""Kernels as programs: their build, and of the step kernels the configurations and parameters.
 
 The source is compiled at first use by NVRTC, for the device at hand and one configuration, in a few
 seconds; the machine code is kept in the user's cache folder (`$XDG_CACHE_HOME/replayssm`, by default
@@ -11,12 +11,12 @@ import ctypes
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -71,6 +71,8 @@ class StepConfig:
     units: int
     stochastic: bool
     source: ClassVar[str] = "step.cu"
+    headers: ClassVar[tuple[str, ...]] = SHARED_SOURCES
+    entry: ClassVar[str] = "replay_step"
     warps: ClassVar[int] = 1
 
     def defines(self) -> list[str]:
@@ -215,6 +217,8 @@ class SmallConfig:
     stochastic: bool
     kinds: Kinds
     source: ClassVar[str] = "small.cu"
+    headers: ClassVar[tuple[str, ...]] = SHARED_SOURCES
+    entry: ClassVar[str] = "replay_step"
     warps: ClassVar[int] = 4
     fills: ClassVar[bool] = False
 
@@ -262,6 +266,8 @@ class ReadConfig:
     split: bool
     kinds: Kinds
     source: ClassVar[str] = "read.cu"
+    headers: ClassVar[tuple[str, ...]] = SHARED_SOURCES
+    entry: ClassVar[str] = "replay_step"
     warps: ClassVar[int] = 4
     fills: ClassVar[bool] = False
 
@@ -283,6 +289,34 @@ class ReadConfig:
 Config = StepConfig | SmallConfig | ReadConfig
 
 
+class KernelConfig(Protocol):
+    """What a kernel's source knows at compile time, and what a launch of it needs.
+
+    Attributes:
+        source: the file of the kernel.
+        headers: files that go before it, those of the machine first.
+        entry: the kernel's name.
+        warps: of a program.
+        fills: whether a multiprocessor shall hold as many programs as it can.
+        shared_bytes: shared memory of a program.
+    """
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def headers(self) -> tuple[str, ...]: ...
+    @property
+    def entry(self) -> str: ...
+    @property
+    def warps(self) -> int: ...
+    @property
+    def fills(self) -> bool: ...
+    @property
+    def shared_bytes(self) -> int: ...
+    def defines(self) -> list[str]:
+        """The configuration as compiler options."""
+
+
 @cache
 def missing() -> str | None:
     """What the build lacks on this machine; `None` when it lacks nothing."""
@@ -296,22 +330,22 @@ def missing() -> str | None:
     return None
 
 
-def source(config: Config, shared: Sequence[str] = SHARED_SOURCES) -> str:
-    """A kernel's source text."""
-    names = (*shared, config.source)
+def source(config: KernelConfig, machine: bool = True) -> str:
+    """A kernel's source text, on request without the machine's primitives."""
+    names = (*config.headers[0 if machine else 1 :], config.source)
     return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
 
 
 class Program:
     """A configuration's kernel on one device."""
 
-    def __init__(self, config: Config, device: int) -> None:
+    def __init__(self, config: KernelConfig, device: int) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         image = machine_code(config, f"sm_{major}{minor}")
         with torch.cuda.device(device):
             torch.cuda.current_stream()
             self._module = _checked(driver.cuModuleLoadData(image))
-            self._function = _checked(driver.cuModuleGetFunction(self._module, b"replay_step"))
+            self._function = _checked(driver.cuModuleGetFunction(self._module, config.entry.encode()))
             attributes = driver.CUfunction_attribute
             wanted = {attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: config.shared_bytes}
             if config.fills:
@@ -330,7 +364,7 @@ class Program:
             early.value.programmaticStreamSerializationAllowed = 1
             self._shape.attrs, self._shape.numAttrs = [early], 1
 
-    def launch(self, blocks: tuple[int, int], params: Params, stream: int) -> None:
+    def launch(self, blocks: tuple[int, int], params: ctypes.Structure, stream: int) -> None:
         """One launch on the program's device; `params` are copied before the call returns.
 
         Where the GPU can, the launch is prepared while the kernel before it ends, which the kernel waits for.
@@ -345,7 +379,7 @@ class Program:
 
 
 @cache
-def program(config: Config, device: int) -> Program:
+def program(config: KernelConfig, device: int) -> Program:
     """The kernel of a configuration on CUDA device `device`, built at the first call."""
     return Program(config, device)
 
@@ -364,7 +398,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
-def machine_code(config: Config, arch: str) -> bytes:
+def machine_code(config: KernelConfig, arch: str) -> bytes:
     """The kernel of a configuration for an architecture such as `sm_90`, compiled or from the cache."""
     text = source(config)
     plain = ("--std=c++17", "--device-as-default-execution-space", "--disable-warnings")

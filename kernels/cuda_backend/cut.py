@@ -11,7 +11,15 @@ import torch
 
 from replayssm.core.formats import PACKED
 from replayssm.core.geometry import Rule
-from replayssm.kernels.cuda_backend.build import UNIT, Config, Kinds, Params, ReadConfig, SmallConfig, StepConfig
+from replayssm.kernels.cuda_backend.build import (
+    UNIT,
+    Config,
+    Kinds,
+    Params,
+    ReadConfig,
+    SmallConfig,
+    StepConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,14 @@ def serves_small(rule: Rule, tokens: int, ring: int) -> bool:
 
 
 def read_config(
-    rule: Rule, value_dim: int, group: int, format: str, tokens: int, window: int, split: bool, heads: int,
+    rule: Rule,
+    value_dim: int,
+    group: int,
+    format: str,
+    tokens: int,
+    window: int,
+    split: bool,
+    heads: int,
     params: Params,
 ) -> ReadConfig:
     """What a step over packed states is compiled for, with `heads` heads of all its rows.
@@ -86,7 +101,9 @@ def read_config(
     while most > 32 and heads * parts < LARGE // 4:
         most //= 2
         parts = -(-value_dim // most)
-    return ReadConfig(rule, value_dim, group, format, tokens, 2 if window <= 16 else 4, most, split, Kinds.of(params))
+    return ReadConfig(
+        rule, value_dim, group, format, tokens, 2 if window <= 16 else 4, most, split, Kinds.of(params)
+    )
 
 
 def config(

@@ -12,6 +12,7 @@ DEVICE int lane_id() { return threadIdx.x & 31; }
 DEVICE int warp_id() { return threadIdx.x >> 5; }
 DEVICE int grid_x() { return blockIdx.x; }
 DEVICE int grid_y() { return blockIdx.y; }
+DEVICE int grid_size() { return gridDim.x; }
 
 DEVICE u32 bits(float x) { return __float_as_uint(x); }
 DEVICE float real(u32 x) { return __uint_as_float(x); }
@@ -62,6 +63,22 @@ DEVICE void open_e4m3(u32 x, u32& first, u32& second) {
     };
     first = open(__byte_perm(x, 0, 0x1404)), second = open(__byte_perm(x, 0, 0x3424));
 #endif
+}
+
+// Sums and products as they stand, each rounded once: to nearest and never fused, down or up (for positive
+// numbers), with numbers below the normal range taken as zeros.
+DEVICE float plus(float x, float y) { return __fadd_rn(x, y); }
+DEVICE float multiply_down(float x, float y) { return __fmul_rz(x, y); }
+DEVICE float multiply_up(float x, float y) { return __fmul_ru(x, y); }
+DEVICE float multiply_flushed(float x, float y) {
+    float z;
+    asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+DEVICE float larger(float x, float y) {  // NaN if either is
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
 }
 
 DEVICE u32 permute(u32 x, u32 y, u32 selector) { return __byte_perm(x, y, selector); }

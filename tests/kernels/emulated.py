@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from replayssm.kernels import cuda_backend, registry
-from replayssm.kernels.cuda_backend import build
-from replayssm.kernels.cuda_backend.build import Config, Params
+from replayssm.kernels.cuda_backend import build, fold
+from replayssm.kernels.cuda_backend.build import KernelConfig
 
 HERE = Path(__file__).with_name("emulator")
 COMPILER = shutil.which("g++")
@@ -27,13 +27,13 @@ class EmulatedProgram:
     comes out the same in both orders does not depend on who is faster.
     """
 
-    def __init__(self, config: Config, backwards: bool) -> None:
-        kernel = build.source(config, build.SHARED_SOURCES[1:])
+    def __init__(self, config: KernelConfig, backwards: bool) -> None:
+        kernel = build.source(config, machine=False)
         parts = ((HERE / "primitives.hpp").read_text(), kernel, (HERE / "main.hpp").read_text())
         folder = Path(mkdtemp(prefix="emulated"))
         source, library = folder / "step.cpp", folder / "step.so"
         source.write_text("\n".join(parts), encoding="utf-8")
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", *config.defines()]
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DKERNEL={config.entry}", *config.defines()]
         flags += ["-DBACKWARDS"] * backwards
         checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
         subprocess.run(["g++", *flags, *checks, "-o", library, source], check=True)
@@ -41,7 +41,7 @@ class EmulatedProgram:
         shutil.rmtree(folder)
         assert self._library.shared_bytes() == config.shared_bytes
 
-    def launch(self, blocks: tuple[int, int], params: Params, stream: int) -> None:
+    def launch(self, blocks: tuple[int, int], params: ctypes.Structure, stream: int) -> None:
         assert stream == 0
         self._library.launch(*blocks, ctypes.byref(params))
 
@@ -56,7 +56,7 @@ class EmulatedProgram:
 
 
 @cache
-def emulated_program(config: Config, device: int, backwards: bool = False) -> EmulatedProgram:
+def emulated_program(config: KernelConfig, device: int, backwards: bool = False) -> EmulatedProgram:
     return EmulatedProgram(config, backwards)
 
 
@@ -64,5 +64,6 @@ def serve_on_cpu(monkeypatch: pytest.MonkeyPatch, backwards: bool = False) -> No
     """Make backend "cuda" run here, emulated."""
     monkeypatch.setitem(registry.BACKENDS, "cuda", cuda_backend.__name__)
     monkeypatch.setattr(cuda_backend, "unavailable", lambda device_type: None)
-    monkeypatch.setattr(cuda_backend, "program", partial(emulated_program, backwards=backwards))
+    for module in (cuda_backend, fold):
+        monkeypatch.setattr(module, "program", partial(emulated_program, backwards=backwards))
     registry._resolve.cache_clear()

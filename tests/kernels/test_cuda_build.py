@@ -29,12 +29,12 @@ SMALLEST_SHARED = 99 * 1024
 """Bytes of shared memory that a program may have on the smallest GPUs since compute capability 8.0."""
 
 
-def struct_fields(text: str) -> list[tuple[str, type]]:
-    """Names and ctypes types of the members of `struct Params`, in order."""
-    found = re.search(r"^struct Params \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)
+def struct_fields(text: str, struct: str = "Params", **structs: type) -> list[tuple[str, type]]:
+    """Names and ctypes types of a struct's members, in order; `structs` are types of their own."""
+    found = re.search(rf"^struct {struct} \{{\n(.*?)^\}};", text, re.MULTILINE | re.DOTALL)
     assert found is not None
     body = re.sub(r"//[^\n]*", "", found[1])
-    types = {"int": ctypes.c_int, "i64": ctypes.c_int64, "float": ctypes.c_float}
+    types: dict[str, type] = {"int": ctypes.c_int, "i64": ctypes.c_int64, "float": ctypes.c_float, **structs}
     members = []
     for declaration in filter(None, map(str.strip, body.split(";"))):
         parts = re.fullmatch(r"(?:const )?(\w+)\b(.*)", declaration, re.DOTALL)

@@ -1,8 +1,11 @@
-// Runs the kernel of the source before this over a grid.
+// Runs the kernel of the source before this, KERNEL, over a grid.
 
-static Params arguments;
+template <class P>
+P taken_by(void (*)(P));
+using Arguments = decltype(taken_by(KERNEL));
+static Arguments arguments;
 static void lane_main() {
-    replay_step(arguments);
+    KERNEL(arguments);
     warp::lanes[warp::at].done = true;
     int to = warp::at;
     for (int i = 0; i < 32 && warp::lanes[to].done; i++) to = warp::lane_after(to);
@@ -11,9 +14,10 @@ static void lane_main() {
     setcontext(warp::lanes[to].done ? &warp::home : &warp::lanes[to].context);
 }
 
-extern "C" void launch(int blocks_x, int blocks_y, const Params* params) {
+extern "C" void launch(int blocks_x, int blocks_y, const Arguments* params) {
     static std::vector<unsigned char> stacks(warp::THREADS * (1 << 18));
     arguments = *params;
+    warp::blocks_x = blocks_x;
     for (warp::block_y = 0; warp::block_y < blocks_y; warp::block_y++)
         for (warp::block_x = 0; warp::block_x < blocks_x; warp::block_x++) {
             memset(shared_memory, 0xff, sizeof shared_memory);  // NaN

@@ -68,7 +68,7 @@ struct Lane {
 constexpr int THREADS = 32 * WARPS;
 static Lane lanes[THREADS];
 static ucontext_t home;
-static int at, block_x, block_y, turn[THREADS];
+static int at, block_x, block_y, blocks_x, turn[THREADS];
 static float box[2][THREADS][6];
 #ifdef BACKWARDS  // lanes take turns from the last one down, and so do warps
 constexpr int first = 31, next = 31, first_warp = WARPS - 1, next_warp = WARPS - 1;
@@ -89,6 +89,7 @@ DEVICE int lane_id() { return warp::at % 32; }
 DEVICE int warp_id() { return warp::at / 32; }
 DEVICE int grid_x() { return warp::block_x; }
 DEVICE int grid_y() { return warp::block_y; }
+DEVICE int grid_size() { return warp::blocks_x; }
 DEVICE u32 bits(float x) {
     u32 y;
     memcpy(&y, &x, 4);
@@ -139,6 +140,17 @@ DEVICE void open_e4m3(u32 x, u32& first, u32& second) {
     first = pack_half(e4m3_to_float(x & 255), e4m3_to_float(x >> 8 & 255));
     second = pack_half(e4m3_to_float(x >> 16 & 255), e4m3_to_float(x >> 24));
 }
+DEVICE float plus(float x, float y) { return x + y; }
+// A positive product, which a double holds, as the fp32 number next to it on one side.
+DEVICE float beside(double exact, bool above) {
+    const float y = (float)exact;
+    return above ? real(bits(y) + (y < exact)) : real(bits(y) - (y > exact));
+}
+DEVICE float multiply_down(float x, float y) { return beside((double)x * y, false); }
+DEVICE float multiply_up(float x, float y) { return beside((double)x * y, true); }
+DEVICE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? 0.f * x : x; }
+DEVICE float multiply_flushed(float x, float y) { return flushed(flushed(x) * flushed(y)); }
+DEVICE float larger(float x, float y) { return x != x || y != y ? NAN : x > y ? x : y; }
 DEVICE u32 permute(u32 x, u32 y, u32 selector) {
     const u64 bytes = (u64)y << 32 | x;
     u32 z = 0;

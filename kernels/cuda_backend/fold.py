@@ -1,0 +1,243 @@
+"""The flush of packed and split states, one launch for a layer: `fold.cu`'s configurations and parameters.
+
+It folds and rounds, no more: cursors are the commit's to move, outputs another kernel's to compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from replayssm.core.formats import PackedState, StateCopy, state_format
+from replayssm.core.geometry import Rule
+from replayssm.kernels.checks import is_aligned, is_dense
+from replayssm.kernels.cuda_backend.build import (
+    ACTIVATION_BYTES,
+    KEY_DIM,
+    RULES,
+    SHARED_LIMIT,
+    SHARED_RESERVED,
+    SHARED_SOURCES,
+    TYPES,
+    UNIT,
+    WARP,
+    program,
+)
+from replayssm.kernels.layer_table import FOLDED
+from replayssm.kernels.step_index import StepIndex
+
+FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "fp8": 3, "int8": 4, "nvfp4": 5, "mxfp4": 6}
+"""As `formats.cuh` numbers them."""
+_THREADS_HELD = 512
+"""Of a multiprocessor, with the registers that keep a state in them."""
+_ROWS_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class FoldConfig:
+    """What `fold.cu` knows at compile time; its head says what each means.
+
+    Attributes:
+        rule: the layer's rule.
+        value_dim: of a head.
+        group: value heads per key head.
+        state: format of the recurrence copy.
+        read: format of the read copy, `None` without one.
+        records: 8-record tiles of the window, 2 or 4.
+        stochastic: whether the recurrence copy is rounded stochastically.
+    """
+
+    rule: Rule
+    value_dim: int
+    group: int
+    state: str
+    read: str | None
+    records: int
+    stochastic: bool
+    source: ClassVar[str] = "fold.cu"
+    headers: ClassVar[tuple[str, ...]] = (*SHARED_SOURCES, "formats.cuh")
+    entry: ClassVar[str] = "replay_fold"
+    fills: ClassVar[bool] = True
+
+    def defines(self) -> list[str]:
+        """The configuration as compiler options."""
+        values = {
+            "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group, "STATE": FORMATS[self.state],
+            "READ": -1 if self.read is None else FORMATS[self.read], "WARPS": self.warps,
+            "RECORDS": self.records, "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
+        }  # fmt: skip
+        return [f"-D{name}={value}" for name, value in values.items()]
+
+    @property
+    def warps(self) -> int:
+        """Of a program: one for each unit of value rows."""
+        return -(-self.value_dim // UNIT)
+
+    @property
+    def programs(self) -> int:
+        """Programs that a multiprocessor holds at a time."""
+        threads = WARP * self.warps
+        return max(1, min(_THREADS_HELD // threads, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED)))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, as the source lays it out."""
+        kda, corrects = self.rule is Rule.KDA, self.rule is not Rule.MAMBA2 and self.read is not None
+        records = 8 * self.records
+        keys = records * KEY_DIM * ACTIVATION_BYTES
+        copies = 1 if self.rule is Rule.MAMBA2 else 2
+        if kda:
+            copies = 3 + 1 + 2 + ((3 if self.state == "fp32" else 2) if corrects else 0)
+        shared = copies * keys + (4 * KEY_DIM if kda else 0)
+        shared += 4 * records * (records + 4) if corrects else 0
+        shared += 4 * records + 4 * (records + 4)
+        shared += (2 * self.warps + 3) // 4 * 16 + 128 * self.warps
+        return shared + _ROWS_AT_ONCE * self.warps * (4 + 2 * WARP)
+
+
+class Copy(ctypes.Structure):
+    """`struct Copy` of the source, field by field."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("codes", "scales", "heads")] + [
+        (name, ctypes.c_int64)
+        for name in ("s_codes", "h_codes", "s_scales", "h_scales", "s_heads", "h_heads")
+    ]
+
+    @classmethod
+    def of(cls, copy: StateCopy) -> Copy:
+        """Where a pool's tensors lie.
+
+        Raises:
+            ValueError: the kernel can't read them as they lie.
+        """
+        tensors: dict[str, torch.Tensor | None] = {}
+        if isinstance(copy, PackedState):
+            tensors = {"codes": copy.codes, "scales": copy.scales, "heads": copy.head_scales}
+        else:
+            tensors["codes"] = copy
+        found = cls()
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if not is_dense(tensor, tensor.dim() - 2) or (name != "heads" and not is_aligned(tensor)):
+                raise ValueError(
+                    f"{name} of {state_format(copy)} states: expected heads that are dense and begin on "
+                    f"16-byte boundaries, got strides {tensor.stride()} at {tensor.data_ptr():#x}"
+                )
+            slot, head = (step * tensor.element_size() for step in tensor.stride()[:2])
+            setattr(found, name, tensor.data_ptr())
+            setattr(found, f"s_{name}", slot)
+            setattr(found, f"h_{name}", head)
+        return found
+
+
+class FoldParams(ctypes.Structure):
+    """`struct FoldParams` of the source, field by field."""
+
+    _fields_ = (
+        [("state", Copy), ("read", Copy)]
+        + [(name, ctypes.c_void_p) for name in (
+            "u", "k", "g", "beta", "A", "ring_start", "hist_len", "state_indices", "ring_indices", "lens",
+            "rand_seed",
+        )]
+        + [(name, ctypes.c_int64) for name in (
+            "s_u", "h_u", "s_k", "h_k", "s_g", "h_g", "s_beta", "h_beta",
+        )]
+        + [(name, ctypes.c_int) for name in (
+            "R", "L", "T", "B", "HV", "pad_slot", "layer", "wide_state", "wide_ring", "wide_lens", "varlen",
+            "A_type", "l2norm",
+        )]
+    )  # fmt: skip
+
+
+def fold(
+    rule: Rule,
+    state: StateCopy,
+    read_state: StateCopy | None,
+    rings: Mapping[str, torch.Tensor],
+    A: torch.Tensor | None,
+    ring_start: torch.Tensor,
+    hist_len: torch.Tensor,
+    lead: tuple[int, int],
+    *,
+    window: int,
+    index: StepIndex,
+    use_qk_l2norm: bool = True,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
+) -> None:
+    """Fold the history of every row that a step must flush into its state, and renew the read copy.
+
+    Cursors stay as they are, as do the records. Shapes are those of the step functions
+    (`replayssm.kernels`), which have checked them; activations are bf16.
+
+    Args:
+        rule: the layer's rule.
+        state: `[slots, HV, V, 128]`, the recurrence copy; mutated.
+        read_state: the read copy; mutated. `None`: steps read the recurrence copy.
+        rings: the layer's ring tensors by name; only read.
+        A: `[HV]`, for Mamba-2.
+        ring_start: `[rings]` int32.
+        hist_len: `[rings]` int32.
+        lead: the leading `(B, T)` of the step's inputs, `(1, total)` if packed.
+        window: L, to 32; KDA's to 16.
+        index: the step's rows.
+        use_qk_l2norm: whether a delta rule's keys are normalised.
+        rand_seed: `[1]` int64 on the device, rounds the recurrence copy stochastically; `None`: to nearest.
+        layer: number of the layer, for the random words.
+
+    Raises:
+        ValueError: a copy does not lie as the kernel reads it.
+    """
+    batch, tokens = index.rows_and_tokens(lead)
+    HV, V, _ = state.shape[1:]
+    values, keys, gates = (rings[name] for name in FOLDED[rule])
+    H, R = keys.shape[1:3]
+    if batch == 0 or tokens == 0:
+        return
+    params = FoldParams(state=Copy.of(state), R=R, L=window, T=tokens, B=batch, HV=HV, layer=layer)
+    params.l2norm, params.pad_slot = use_qk_l2norm, index.pad_slot_id
+    ring_fields = [("u", values), ("k", keys), ("g", gates)]
+    if read_state is not None:
+        params.read = Copy.of(read_state)
+        if rule is not Rule.MAMBA2:
+            ring_fields.append(("beta", rings["beta_cache"]))
+    for name, tensor in ring_fields:
+        setattr(params, name, tensor.data_ptr())
+        setattr(params, f"s_{name}", tensor.stride(0))
+        setattr(params, f"h_{name}", tensor.stride(1))
+    params.ring_start, params.hist_len = ring_start.data_ptr(), hist_len.data_ptr()
+    if A is not None:
+        params.A, params.A_type = A.data_ptr(), TYPES[A.dtype]
+    lens = index.draft_lens if index.cu_seqlens is None else index.cu_seqlens
+    params.varlen = index.cu_seqlens is not None
+    for name, indices, wide in (
+        ("state_indices", index.state_indices, "wide_state"),
+        ("ring_indices", index.ring_indices, "wide_ring"),
+        ("lens", lens, "wide_lens"),
+    ):
+        if indices is not None:
+            setattr(params, name, indices.data_ptr())
+            setattr(params, wide, indices.dtype is torch.int64)
+    params.rand_seed = None if rand_seed is None else rand_seed.data_ptr()
+    read = None if read_state is None else state_format(read_state)
+    config = FoldConfig(
+        rule, V, HV // H, state_format(state), read, 2 if window <= 16 else 4, rand_seed is not None
+    )
+    device = state.device
+    most = _multiprocessors(device) * config.programs
+    stream = torch.cuda.current_stream(device).cuda_stream if state.device.type == "cuda" else 0
+    number = -1 if device.index is None else device.index
+    program(config, number).launch((min(batch * HV, most), 1), params, stream)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,353 @@
+// Storage formats of states: what codes and scales mean, bit for bit as the torch backend's `formats` says.
+//
+// A lane holds, of two rows of a state, 32 values each: RUN neighbours, then those four runs on, so that four
+// lanes have the whole rows. A format's blocks of values that share a scale lie within a lane or in
+// neighbours.
+//
+// Every element's magnitude is a fixed-point number whose unit is the format's code: fp32's bits after the
+// exponents' biases are matched, below the smallest normal number too. fp32 itself does that when it has its
+// own smallest normal number there: one product, rounded down, gives these bits in either range.
+
+constexpr int FP32 = 0, BF16 = 1, FP16 = 2, FP8 = 3, INT8 = 4, NVFP4 = 5, MXFP4 = 6;
+constexpr float LEAST = 7.88860905e-31f, LARGEST = 1.70141183e38f;  // 2^-100, 2^127
+constexpr float FINITE = 3.40282347e38f;
+constexpr u32 NAN_BITS = 0x7fc00000u;
+
+constexpr int code_bits(int format) {
+    return format == FP32 ? 32 : format <= FP16 ? 16 : format <= INT8 ? 8 : 4;
+}
+constexpr int scale_block(int format) { return format == NVFP4 ? 16 : format == MXFP4 ? 32 : K; }
+
+// ---- elements ----
+
+// A format of small numbers, without its sign: bits of the mantissa, exponent of the smallest normal number,
+// largest code.
+template <int MANTISSA_, int EXPONENT_, u32 LARGEST_>
+struct Element {
+    static constexpr int MANTISSA = MANTISSA_, EXPONENT = EXPONENT_, DROP = 23 - MANTISSA_;
+    static constexpr u32 LARGEST_CODE = LARGEST_;
+    // bits of 2^EXPONENT, and of what makes fp32's smallest normal number of it
+    static constexpr u32 SMALLEST = (u32)(127 + EXPONENT_) << 23;
+    static constexpr u32 TO_FIXED = EXPONENT_ > 0 ? 1u << 23 - EXPONENT_ : (u32)(1 - EXPONENT_) << 23;
+};
+using Half = Element<10, -14, 0x7bff>;
+using E4M3 = Element<3, -6, 0x7e>;
+using E2M1 = Element<1, 0, 7>;
+using Integer = Element<7, 7, 127>;
+
+// Codes of |x|: to nearest, ties to the even code, for |x| that rounds to no more than the largest; up or
+// down by chance as the word's low bits say; upwards.
+template <class E>
+DEVICE u32 nearest(float x) {
+    const u32 exponent = bits(fmaxf(fabsf(x), real(E::SMALLEST))) & 0x7f800000u;
+    const u32 unit = exponent + ((u32)E::DROP << 23);  // the number whose last bit is worth a code there
+    return bits(plus(fabsf(x), real(unit))) - unit + (exponent >> E::DROP) - (E::SMALLEST >> E::DROP);
+}
+template <class E>
+DEVICE u32 stochastic(float x, u32 word) {
+    const u32 random = word & ((1u << E::DROP) - 1);
+    const u32 code = (bits(multiply_down(fabsf(x), real(E::TO_FIXED))) + random) >> E::DROP;
+    return code < E::LARGEST_CODE ? code : E::LARGEST_CODE;
+}
+template <class E>
+DEVICE u32 upward(float x) {
+    const u32 code = (bits(multiply_up(fabsf(x), real(E::TO_FIXED))) + ((1u << E::DROP) - 1)) >> E::DROP;
+    return code < E::LARGEST_CODE ? code : E::LARGEST_CODE;
+}
+// Values of codes with their sign where fp32 has its own.
+DEVICE float value_of_e4m3(u32 sign, u32 code) { return real(sign | code << 20) * 1.32922800e36f; }  // 2^120
+DEVICE float value_of_e2m1(u32 sign, u32 code) { return real(sign | code << 22) * 8.50705917e37f; }  // 2^126
+
+// ---- scales ----
+
+DEVICE float two_to(int n) { return real((u32)(n + 127) << 23); }
+
+// Exponent of the least power of two `s >= LEAST` with `largest <= limit * s`.
+DEVICE int exponent_for(float largest, float limit) {
+    const int n = ((int)bits(largest) + (0x7fffff - (int)bits(limit))) >> 23;
+    return n > -100 ? n : -100;
+}
+
+// What divides the values of a block: a number of at most four bits in 1..2, and a power of two that its
+// values are multiplied by before. Both corrections of the quotient are needed: it is exact as a division is.
+struct Divisor {
+    float power, number, reciprocal;
+};
+DEVICE Divisor divisor_of(float scale, float power) {
+    Divisor d;
+    d.power = real((254u << 23) - (bits(scale) & 0x7f800000u)) * power;
+    d.number = real((bits(scale) & 0x7fffffu) | 0x3f800000u);
+    const float y = fast_reciprocal(d.number);
+    d.reciprocal = fmaf(fmaf(-d.number, y, 1.f), y, y);
+    return d;
+}
+DEVICE float quotient(float x, const Divisor& d) {
+    const float y = multiply_flushed(x, d.power), q = y * d.reciprocal;
+    return fmaf(fmaf(-q, d.number, y), d.reciprocal, q);
+}
+
+// A head's scale in NVFP4, for its largest finite magnitude.
+DEVICE float head_scale(float largest) { return two_to(exponent_for(fminf(largest, LARGEST), 6.f * 448.f)); }
+
+// A block's scale in NVFP4, as stored: for a largest finite magnitude.
+DEVICE u32 scale_code(float largest, float inverse_head) {
+    const Divisor six = divisor_of(1.5f, 0.25f * inverse_head);
+    const u32 code = upward<E4M3>(quotient(largest, six));
+    return code > 1 ? code : 1;
+}
+
+// ---- a lane's part of two rows ----
+
+template <int FORMAT, int RUN>
+struct Tile {
+    static constexpr int BITS = code_bits(FORMAT), BLOCK = scale_block(FORMAT);
+    static constexpr bool PACKED = FORMAT >= FP8;
+    // lanes that share a block, of one its values in it, its blocks in a row
+    static constexpr int SHARERS = BLOCK >= 4 * RUN ? 4 : BLOCK > RUN ? BLOCK / RUN : 1;
+    static constexpr int SPAN = BLOCK / SHARERS, BLOCKS = 32 / SPAN;
+    static constexpr int ROW_BYTES = K * BITS / 8, RUN_BYTES = RUN * BITS / 8;
+    static constexpr int SCALE_BYTES = FORMAT == NVFP4 ? 8 : 4;  // of a row
+    u32 codes[2][BITS];
+    float scales[2][BLOCKS];  // as they multiply
+};
+
+// Column of a lane's element.
+template <int RUN>
+DEVICE int column_of(int c, int e) {
+    return 4 * RUN * (e / RUN) + RUN * c + e % RUN;
+}
+// Number of a lane's block within its row.
+template <int FORMAT, int RUN>
+DEVICE int block_of(int c, int block) {
+    using T = Tile<FORMAT, RUN>;
+    return column_of<RUN>(c, block * T::SPAN) / T::BLOCK;
+}
+
+template <int FORMAT, int RUN>
+DEVICE void load_codes(Tile<FORMAT, RUN>& tile, const char* rows, int c) {
+    using T = Tile<FORMAT, RUN>;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int run = 0; run < 32 / RUN; run++) {
+            const char* const from = rows + r * T::ROW_BYTES + (4 * run + c) * T::RUN_BYTES;
+            u32* const to = tile.codes[r] + run * T::RUN_BYTES / 4;
+            if (T::RUN_BYTES >= 16) {
+#pragma unroll
+                for (int i = 0; i < T::RUN_BYTES / 16; i++) {
+                    const uint4 x = *(const uint4*)(from + 16 * i);
+                    to[4 * i] = x.x, to[4 * i + 1] = x.y, to[4 * i + 2] = x.z, to[4 * i + 3] = x.w;
+                }
+            } else if (T::RUN_BYTES == 8) {
+                const uint2 x = *(const uint2*)from;
+                to[0] = x.x, to[1] = x.y;
+            } else if (T::RUN_BYTES == 4) {
+                to[0] = *(const u32*)from;
+            } else {
+                const u32 x = *(const u16*)from;
+                to[0] = run % 2 ? to[0] | x << 16 : x;
+            }
+        }
+}
+template <int FORMAT, int RUN>
+DEVICE void store_codes(const Tile<FORMAT, RUN>& tile, char* rows, int c) {
+    using T = Tile<FORMAT, RUN>;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int run = 0; run < 32 / RUN; run++) {
+            char* const to = rows + r * T::ROW_BYTES + (4 * run + c) * T::RUN_BYTES;
+            const u32* const x = tile.codes[r] + run * T::RUN_BYTES / 4;
+            if (T::RUN_BYTES >= 16)
+#pragma unroll
+                for (int i = 0; i < T::RUN_BYTES / 16; i++)
+                    *(uint4*)(to + 16 * i) = make_uint4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+            else if (T::RUN_BYTES == 8) *(uint2*)to = make_uint2(x[0], x[1]);
+            else if (T::RUN_BYTES == 4) *(u32*)to = x[0];
+            else *(u16*)to = (u16)(x[0] >> 16 * (run % 2));
+        }
+}
+
+// Scales of two rows that lie at `from`, as they multiply; `head` is NVFP4's.
+template <int FORMAT, int RUN>
+DEVICE void load_scales(Tile<FORMAT, RUN>& tile, const char* from, float head, int c) {
+    using T = Tile<FORMAT, RUN>;
+    if (FORMAT == FP8 || FORMAT == INT8) {
+        const float2 x = *(const float2*)from;
+        tile.scales[0][0] = x.x, tile.scales[1][0] = x.y;
+    } else if (T::PACKED) {
+        u32 w[4] = {0, 0, 0, 0};
+        if (FORMAT == NVFP4) {
+            const uint4 x = *(const uint4*)from;
+            w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+        } else {
+            const uint2 x = *(const uint2*)from;
+            w[0] = x.x, w[1] = x.y;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+#pragma unroll
+            for (int block = 0; block < T::BLOCKS; block++) {
+                const int at = block_of<FORMAT, RUN>(c, block);
+                u32 word = w[FORMAT == NVFP4 ? 2 * r : r];
+                if (FORMAT == NVFP4 && at >= 4) word = w[2 * r + 1];
+                const u32 code = word >> 8 * (at & 3) & 255;
+                float scale;
+                if (FORMAT == NVFP4) scale = code == 0x7f ? real(NAN_BITS) : value_of_e4m3(0, code) * head;
+                else scale = code == 0xff ? real(NAN_BITS) : real(code << 23);
+                tile.scales[r][block] = scale;
+            }
+    }
+}
+
+// Element `e` of row `r`; for packed formats by its code alone, without the scale.
+template <int FORMAT, int RUN>
+DEVICE float unscaled(const Tile<FORMAT, RUN>& tile, int r, int e) {
+    constexpr int BITS = code_bits(FORMAT);
+    const u32 word = tile.codes[r][e * BITS / 32];
+    const int at = e * BITS % 32;
+    if (FORMAT == FP32) return real(word);
+    if (FORMAT == BF16) return at ? second_of(word) : first_of(word);
+    if (FORMAT == FP16) return half_to_float((u16)(word >> at));
+    if (FORMAT == INT8) return (float)((int)(word << 24 - at) >> 24);
+    if (FORMAT == FP8) return value_of_e4m3(word << 24 - at & 0x80000000u, word >> at & 0x7f);
+    return value_of_e2m1(word << 28 - at & 0x80000000u, word >> at & 7);
+}
+template <int FORMAT, int RUN>
+DEVICE float decoded(const Tile<FORMAT, RUN>& tile, int r, int e) {
+    using T = Tile<FORMAT, RUN>;
+    const float x = unscaled(tile, r, e);
+    return T::PACKED ? x * tile.scales[r][e / T::SPAN] : x;
+}
+
+// Largest magnitudes of the lane's blocks, NaN where there is one; and of all that are finite.
+template <int FORMAT, int RUN>
+DEVICE float block_maxima(const float (&x)[2][32], float (&largest)[2][Tile<FORMAT, RUN>::BLOCKS]) {
+    using T = Tile<FORMAT, RUN>;
+    float most = 0.f;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int block = 0; block < T::BLOCKS; block++) {
+            float a = fabsf(x[r][block * T::SPAN]);
+#pragma unroll
+            for (int i = 1; i < T::SPAN; i++) a = larger(a, fabsf(x[r][block * T::SPAN + i]));
+#pragma unroll
+            for (int d = 1; d < T::SHARERS; d *= 2) a = larger(a, shuffle_xor(a, d));
+            largest[r][block] = a;
+            if (a <= FINITE) most = fmaxf(most, a);
+        }
+    return most;
+}
+
+// Brings values within what scales can serve: zeros in blocks that are NaN, and nothing beyond LARGEST.
+template <int FORMAT, int RUN>
+DEVICE void tame(float (&x)[2][32], float (&largest)[2][Tile<FORMAT, RUN>::BLOCKS]) {
+    using T = Tile<FORMAT, RUN>;
+    bool tame_already = true;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int block = 0; block < T::BLOCKS; block++)
+            tame_already = tame_already && largest[r][block] <= LARGEST;
+    if (tame_already) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) {
+            const bool finite = largest[r][e / T::SPAN] <= FINITE;
+            x[r][e] = finite ? fminf(fmaxf(x[r][e], -LARGEST), LARGEST) : 0.f;
+        }
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int block = 0; block < T::BLOCKS; block++)
+            if (largest[r][block] <= FINITE) largest[r][block] = fminf(largest[r][block], LARGEST);
+}
+
+// Code of a value with its sign, `word` for STOCHASTICALLY.
+template <int FORMAT, bool STOCHASTICALLY>
+DEVICE u32 code_of(float x, float q, u32 word) {
+    const u32 sign = bits(x) >> 31;
+    if (FORMAT == INT8) {
+        const u32 size = STOCHASTICALLY ? stochastic<Integer>(q, word) : nearest<Integer>(q);
+        return (sign ? 0u - size : size) & 255u;
+    }
+    if (FORMAT == FP8) return sign << 7 | (STOCHASTICALLY ? stochastic<E4M3>(q, word) : nearest<E4M3>(q));
+    return sign << 3 | (STOCHASTICALLY ? stochastic<E2M1>(q, word) : nearest<E2M1>(q));
+}
+
+DEVICE u32 stochastic_code_of_half(float x, u32 word) {
+    const u32 size = bits(x) & 0x7fffffffu;
+    u32 code = stochastic<Half>(x, word);
+    if (size >= 0x7f800000u) code = size == 0x7f800000u ? 0x7c00u : 0x7e00u;
+    return bits(x) >> 16 & 0x8000u | code;
+}
+
+// The lane's values in the format, and its blocks' scales in `scales`, where rows 2g and 2g + 1 of 16 lie.
+// `words(r, e)` are the Random ones of elements e .. e + 3 of row r. Values and maxima of a packed format
+// have been tamed; `head` is NVFP4's scale.
+template <int FORMAT, bool STOCHASTICALLY, int RUN, class Words>
+DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
+                   const float (&largest)[2][Tile<FORMAT, RUN>::BLOCKS], float head, unsigned char* scales,
+                   int c, Words words) {
+    using T = Tile<FORMAT, RUN>;
+    constexpr int BITS = T::BITS;
+    const float inverse_head = FORMAT == NVFP4 ? real((254u << 23) - bits(head)) : 1.f;
+    const bool first = c % T::SHARERS == 0;  // of the lanes that share a block
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        Divisor divisors[T::BLOCKS];
+#pragma unroll
+        for (int block = 0; block < T::BLOCKS; block++) {
+            if (!T::PACKED) continue;
+            const float a = largest[r][block];
+            const bool finite = a <= FINITE;
+            const int at = block_of<FORMAT, RUN>(c, block);
+            float scale = 1.f;
+            if (FORMAT == NVFP4) {
+                const u32 code = scale_code(finite ? a : 0.f, inverse_head);
+                scale = value_of_e4m3(0, code);
+                divisors[block] = divisor_of(scale, inverse_head);
+                scale *= head;
+                if (first) scales[r * T::SCALE_BYTES + at] = (unsigned char)(finite ? code : 0x7f);
+            } else if (FORMAT == INT8) {
+                scale = divisors[block].number = fmaxf(finite ? a / 127.f : 0.f, LEAST);
+            } else {
+                const int n = exponent_for(a, FORMAT == FP8 ? 448.f : 6.f);
+                scale = two_to(n);
+                divisors[block].power = two_to(-n);
+                if (FORMAT == MXFP4 && first)
+                    scales[r * T::SCALE_BYTES + at] = (unsigned char)(finite ? n + 127 : 255);
+            }
+            tile.scales[r][block] = finite ? scale : real(NAN_BITS);
+            if ((FORMAT == FP8 || FORMAT == INT8) && first)
+                *(float*)(scales + r * T::SCALE_BYTES) = tile.scales[r][block];
+        }
+#pragma unroll
+        for (int i = 0; i < BITS; i++) tile.codes[r][i] = 0;
+#pragma unroll
+        for (int four = 0; four < 8; four++) {
+            Random random = {0, 0, 0, 0};
+            if (STOCHASTICALLY) random = words(r, 4 * four);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int e = 4 * four + i;
+                const float y = x[r][e];
+                u32 code;
+                if (FORMAT == FP32) code = bits(y);
+                else if (FORMAT == BF16) code = float_to_bfloat(y);
+                else if (FORMAT == FP16)
+                    code = STOCHASTICALLY ? stochastic_code_of_half(y, random.w[i]) : narrow(y, FP16);
+                else {
+                    float q;
+                    if (FORMAT == NVFP4) q = quotient(y, divisors[e / T::SPAN]);
+                    else if (FORMAT == INT8) q = y / divisors[0].number;
+                    else q = multiply_flushed(y, divisors[e / T::SPAN].power);
+                    code = code_of<FORMAT, STOCHASTICALLY>(y, q, random.w[i]);
+                }
+                tile.codes[r][e * BITS / 32] |= code << e * BITS % 32;
+            }
+        }
+    }
+}
