@@ -383,7 +383,7 @@ def materialize(
             no records are applied.
         hist_len: `[rings]` int32, live records; needed for a delta rule with `read_states`.
         backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have steps only, take
-            the Triton one.
+            the Triton one, or where states are packed or split the torch one.
 
     Raises:
         ValueError: `A` is missing for Mamba-2, layers and rings differ in number, an index has another

@@ -28,8 +28,9 @@ BACKENDS: dict[str, str] = {
 PREFERENCE: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton", "torch")}
 """What `auto` tries on a kind of device, in this order; on any other device the torch backend."""
 NAMES = ("auto", "torch", "triton", "cuda", "flashinfer")
-STAND_IN = "triton"
-"""The backend whose slot operations serve a backend that was named and has none."""
+STAND_IN, COPIES_STAND_IN = "triton", "torch"
+"""The backends whose slot operations serve a backend that was named and has none, the latter for states that
+are packed or split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def resolve_operation(
     """The backend module for a slot operation.
 
     Backends that lack the operation are passed over by `auto`; named, they leave it to the Triton backend,
-    which reads and writes the same layout.
+    which reads and writes the same layout, or where states are packed or split to the torch backend.
 
     Args:
         name: as for `resolve`.
@@ -155,7 +156,8 @@ def _resolve_operation(name: str, device_type: str, operation: str, copies: str 
     if name != "auto":
         named = _load(name, device_type)
         if not hasattr(named, operation):
-            name, named = STAND_IN, _load(STAND_IN, device_type)
+            name = STAND_IN if copies is None else COPIES_STAND_IN
+            named = _load(name, device_type)
         if (reason := _lacks_copies(named, copies)) is not None:
             raise BackendUnavailable(f"backend {name!r} cannot run {operation}: {reason}")
         return named

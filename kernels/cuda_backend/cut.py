@@ -96,13 +96,12 @@ def read_config(
     A warp serves as many value rows as it has registers for: 128 with codes of four bits and one column, 64
     else; fewer where the step would leave a large GPU idle.
     """
-    most = 64 if PACKED[format].bits == 8 or tokens > 4 or (rule is Rule.KDA and tokens > 1) else 128
-    parts = -(-value_dim // most)
-    while most > 32 and heads * parts < LARGE // 4:
-        most //= 2
-        parts = -(-value_dim // most)
+    wide = PACKED[format].bits == 8 or tokens > 4 or (rule is Rule.KDA and tokens > 1)
+    rows = 64 if wide else 128
+    while rows > 32 and (rows // 2 >= value_dim or heads * -(-value_dim // rows) < LARGE // 4):
+        rows //= 2
     return ReadConfig(
-        rule, value_dim, group, format, tokens, 2 if window <= 16 else 4, most, split, Kinds.of(params)
+        rule, value_dim, group, format, tokens, 2 if window <= 16 else 4, rows, split, Kinds.of(params)
     )
 
 

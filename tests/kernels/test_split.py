@@ -494,29 +494,29 @@ def test_refused_folds() -> None:
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])
-def test_other_backends_say_that_they_do_not_serve_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named they refuse with the reason, steps and folds alike, and `auto` falls to torch."""
+def test_who_serves_no_copies_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named, Triton refuses with the reason; CUDA too, but torch folds for it; `auto` falls to torch."""
     module = registry.import_module(registry.BACKENDS[name])
     monkeypatch.setattr(module, "unavailable", lambda device: None)
     monkeypatch.setitem(registry.PREFERENCE, "cpu", (name, "triton", "torch"))
     triton = registry.import_module(registry.BACKENDS["triton"])
     monkeypatch.setattr(triton, "unavailable", lambda device: None)
+    reason = {"triton": "it has no kernels for {} states yet", "cuda": "key dimension of 128, got 32"}[name]
     registry._resolve.cache_clear()
     registry._resolve_operation.cache_clear()
     try:
         for precision, copies in (("nvfp4/fp32", "nvfp4/fp32"), ("fp8+sr", "fp8")):
             layer = make("gdn", precision)
-            with pytest.raises(
-                BackendUnavailable, match=f"{name}.* it has no kernels for {copies} states yet"
-            ):
+            with pytest.raises(BackendUnavailable, match=f"{name}.* {reason.format(copies)}"):
                 step_of(layer, backend=name)
             assert step_of(layer, backend="auto").isfinite().all()
+            for asked in {"auto", name} - {"triton"}:
+                found = registry.resolve_operation(asked, torch.device("cpu"), "materialize", copies)
+                assert found.__name__ == registry.BACKENDS["torch"]
             with pytest.raises(
                 BackendUnavailable, match=f"materialize: it has no kernels for {copies} states"
             ):
-                registry.resolve_operation(name, torch.device("cpu"), "materialize", copies)
-            found = registry.resolve_operation("auto", torch.device("cpu"), "materialize", copies)
-            assert found.__name__ == registry.BACKENDS["torch"]
+                registry.resolve_operation("triton", torch.device("cpu"), "materialize", copies)
     finally:
         registry._resolve.cache_clear()
         registry._resolve_operation.cache_clear()
