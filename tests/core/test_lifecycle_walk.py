@@ -30,7 +30,7 @@ from tests import oracle, support
 from tests.support import NAN, Tracked, Walk, draw, geometry, ints, make_layer, oracle_token, same_bits
 
 SLOTS = 6
-EXAMPLES = 60
+EXAMPLES = 30
 
 
 class Lifecycle(RuleBasedStateMachine):
