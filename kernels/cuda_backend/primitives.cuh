@@ -35,8 +35,8 @@ DEVICE u16 float_to_bfloat(float x) {  // to nearest even
     return y;
 }
 
-// Two fp16 values to a word, rounded to nearest even: from fp32, the first in the low half; a * b + c; and the
-// four e4m3 values of a word, exactly.
+// Two fp16 values to a word, rounded to nearest even: from fp32, the first in the low half; a * b + c; and
+// the four e4m3 values of a word, exactly.
 DEVICE u32 pack_half(float first, float second) {
     u32 x;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
@@ -197,18 +197,20 @@ DEVICE uint4 issue16_once(const void* p) {
 
 // Stores that are no branch.
 DEVICE void store16_if(bool stored, void* p, const float (&x)[4]) {
-    asm volatile("{.reg .pred s;\n"
-                 "setp.ne.b32 s, %5, 0;\n"
-                 "@s st.global.v4.f32 [%0], {%1, %2, %3, %4};}" ::"l"(p),
-                 "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"((int)stored)
-                 : "memory");
+    asm volatile(
+        "{.reg .pred s;\n"
+        "setp.ne.b32 s, %5, 0;\n"
+        "@s st.global.v4.f32 [%0], {%1, %2, %3, %4};}" ::"l"(p),
+        "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"((int)stored)
+        : "memory");
 }
 DEVICE void store8_if(bool stored, void* p, uint2 x) {
-    asm volatile("{.reg .pred s;\n"
-                 "setp.ne.b32 s, %3, 0;\n"
-                 "@s st.global.v2.b32 [%0], {%1, %2};}" ::"l"(p),
-                 "r"(x.x), "r"(x.y), "r"((int)stored)
-                 : "memory");
+    asm volatile(
+        "{.reg .pred s;\n"
+        "setp.ne.b32 s, %3, 0;\n"
+        "@s st.global.v2.b32 [%0], {%1, %2};}" ::"l"(p),
+        "r"(x.x), "r"(x.y), "r"((int)stored)
+        : "memory");
 }
 
 // 16 bytes to shared memory without registers; zeros where `inside` is false.

@@ -1,31 +1,32 @@
-// One step over packed states, which it reads and does not write: rows that must flush have been folded before
-// it (`fold.cu`), so they have no history. Outputs and records as in `step.cu`.
+// One step over packed states, which it reads and does not write: rows that must flush have been folded
+// before it (`fold.cu`), so they have no history. Outputs and records as in `step.cu`.
 //
-// A warp serves ROWS value rows of one head of one row, on its own; the four of a program are neighbours, whose
-// keys and queries are often the same. All codes that a warp reads are on their way before it waits for
-// anything. They become fp16 values exactly, those of four bits with their block's scale, and meet the tokens'
-// keys and queries in tensor cores. Those are bf16; by a power of two that fits their norm they are fp16 too,
-// but for elements below 2^-31 of it, whose last bits go. KDA's decays, which belong to channels, go into the
-// keys and queries, which are sums of two fp16 values then. Norms, other decays and scales are factors of the
-// products.
+// A warp serves ROWS value rows of one head of one row, on its own; the four of a program are neighbours,
+// whose keys and queries are often the same. All codes that a warp reads are on their way before it waits for
+// anything. They become fp16 values exactly, those of four bits with their block's scale, and meet the
+// tokens' keys and queries in tensor cores. Those are bf16; by a power of two that fits their norm they are
+// fp16 too, but for elements below 2^-31 of it, whose last bits go. KDA's decays, which belong to channels,
+// go into the keys and queries, which are sums of two fp16 values then. Norms, other decays and scales are
+// factors of the products.
 //
-// Compile-time, besides those of common.cuh: WARPS (4), FORMAT (0 fp8, 1 int8, 2 nvfp4, 3 mxfp4), TOKENS (1, 4
-// or 8, the most a row brings; KDA: 1 or 4), RECORDS (window at most, in eights, 2 or 4), ROWS (32, 64 or 128),
-// SPLIT (records keep beta), and the kinds of arguments that `small.cu` has: STATE_INDEX, RING_INDEX, LENS,
-// VARLEN, G_TYPE, BETA_TYPE, A_TYPE, BIAS_TYPE, D_TYPE, HAS_Z, L2NORM, SOFTPLUS, BOUNDED.
+// Compile-time, besides those of common.cuh: WARPS (4), FORMAT (0 fp8, 1 int8, 2 nvfp4, 3 mxfp4), TOKENS (1,
+// 4 or 8, the most a row brings; KDA: 1 or 4), RECORDS (window at most, in eights, 2 or 4), ROWS (32, 64 or
+// 128), SPLIT (records keep beta), and the kinds of arguments that `small.cu` has: STATE_INDEX, RING_INDEX,
+// LENS, VARLEN, G_TYPE, BETA_TYPE, A_TYPE, BIAS_TYPE, D_TYPE, HAS_Z, L2NORM, SOFTPLUS, BOUNDED.
 //
 // Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of rows of keys, of queries and of the state it holds 32
-// channels in four chunks of eight, see `channel_of`; the sums over channels run in any order. Columns are the
-// tokens' keys, then their queries: rows of one operand where they meet records, columns of the other where
-// they meet the state. Of each 32 value rows a lane's results are of rows 4g .. 4g + 3, two to a product.
+// channels in four chunks of eight, see `channel_of`; the sums over channels run in any order. Columns are
+// the tokens' keys, then their queries: rows of one operand where they meet records, columns of the other
+// where they meet the state. Of each 32 value rows a lane's results are of rows 4g .. 4g + 3, two to a
+// product.
 
 constexpr bool FOUR_BITS = FORMAT >= 2, ONE = TOKENS == 1;
 constexpr int CODE_BYTES = FOUR_BITS ? K / 2 : K;  // of a row
 constexpr int CODE_WORDS = CODE_BYTES / 64;        // of 16 bytes, of a row, a lane's
 constexpr int SCALE_BYTES = FORMAT == 2 ? K / 16 : 4;
 constexpr int PAIRS = ROWS / 32, PARTS = (V + ROWS - 1) / ROWS;
-constexpr int QUERIES = TOKENS;                 // the first query's column
-constexpr int TILES = TOKENS == 8 ? 2 : 1;      // of eight columns
+constexpr int QUERIES = TOKENS;                    // the first query's column
+constexpr int TILES = TOKENS == 8 ? 2 : 1;         // of eight columns
 constexpr int FIRST_TILE = DELTA ? 0 : TILES - 1;  // keys of Mamba-2 do not meet the state
 constexpr int TERMS = KDA ? 2 : 1;
 constexpr int COLUMN_FLOATS = KDA ? 2 * TOKENS * K : 0;  // a warp's keys and queries, decayed
@@ -44,12 +45,13 @@ DEVICE Row channels(const char* row, int c) {
     return x;
 }
 
-// The first of the two channels of pair i, of eight, as their codes come apart, and how far off the second is.
+// The first of the two channels of pair i, of eight, as their codes come apart, and how far off the second
+// is.
 DEVICE constexpr int pair_channel(int i) { return FOUR_BITS ? 4 * (i & 1) + (i >> 1) : 2 * i; }
 constexpr int PAIR_STEP = FOUR_BITS ? 2 : 1;
 
-// fp16 values of eight codes in such pairs: of a word of four-bit codes, by `scale`, two fp16 values; or of two
-// words of eight bits.
+// fp16 values of eight codes in such pairs: of a word of four-bit codes, by `scale`, two fp16 values; or of
+// two words of eight bits.
 DEVICE void open_codes(u32 x, u32 y, u32 scale, u32 (&pair)[4]) {
     if (FOUR_BITS) {  // as e4m3 they are by 2^-6
         const u32 even = (x << 2 & 0x1c1c1c1cu) | (x << 4 & 0x80808080u);
@@ -85,9 +87,9 @@ DEVICE Codes issue_codes(const char* codes, const char* scales) {
     return x;
 }
 
-// What a row's stored scale comes to: factors of the values of both of a lane's blocks, fp16 twice each, and of
-// the row. Of mxfp4 the largest of the row's four scales is the row's; the others are less by powers of two,
-// and below 2^-26 nothing.
+// What a row's stored scale comes to: factors of the values of both of a lane's blocks, fp16 twice each, and
+// of the row. Of mxfp4 the largest of the row's four scales is the row's; the others are less by powers of
+// two, and below 2^-26 nothing.
 struct Scales {
     u32 block[2];
     float row;
@@ -192,7 +194,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
         for (int n = 0; n < 2; n++) {
             const int j = 8 * t + 2 * c + n;
             lives[t][n] = j < hist;
-            past_at[t][n] = in_register(u_ring + (u32)((ring_row(lives[t][n] ? j : 0) * V + v_lane) * U_BYTES));
+            past_at[t][n] =
+                in_register(u_ring + (u32)((ring_row(lives[t][n] ? j : 0) * V + v_lane) * U_BYTES));
         }
     auto load_past = [&](int pair) {
         Past x;
@@ -203,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
                 const char* const at = past_at[t][n] + on(pair) * U_BYTES;
                 if (DELTA) {
                     const uint4 y = issue16(at);
-                    float(&f)[4] = x.value[t][n];
+                    float (&f)[4] = x.value[t][n];
                     f[0] = real(y.x), f[1] = real(y.y), f[2] = real(y.z), f[3] = real(y.w);
                 } else {
                     widen(issue8(at), x.value[t][n]);
@@ -222,7 +225,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
     const bool first_is_query = TILES == 1 && g >= QUERIES;
     Row column[TILES];
     const i64 from = token_at(column_token);
-    column[0] = channels(first_is_query ? q_row + from * p.t_q * ACT_BYTES : k_row + from * p.t_k * ACT_BYTES, c);
+    column[0] =
+        channels(first_is_query ? q_row + from * p.t_q * ACT_BYTES : k_row + from * p.t_k * ACT_BYTES, c);
     if (TILES == 2) column[TILES - 1] = channels(q_row + from * p.t_q * ACT_BYTES, c);
     const bool is_token = lane < count;
     const int new_row = ring_row(held + (is_token ? lane : 0));
@@ -272,8 +276,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
                 gram(e, keys[0], keys[1], true, keys[i]);
 #pragma unroll
                 for (int n = 0; n < 2; n++)
-                    record_norm[t + i][n] =
-                        inverse_root(diagonal(e[2 * i], e[2 * i + 1], 2 * c + n) + 1e-6f);
+                    record_norm[t + i][n] = inverse_root(diagonal(e[2 * i], e[2 * i + 1], 2 * c + n) + 1e-6f);
             }
         }
     }
@@ -318,8 +321,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
             widen(column[n].block[i], x);
 #pragma unroll
             for (int m = 0; m < 4; m++)
-                met[n][0][i][m] = pack_half(x[pair_channel(m)] * power[n],
-                                            x[pair_channel(m) + PAIR_STEP] * power[n]);
+                met[n][0][i][m] =
+                    pack_half(x[pair_channel(m)] * power[n], x[pair_channel(m) + PAIR_STEP] * power[n]);
         }
 #else
     float* const decayed = (float*)shared_memory + warp * COLUMN_FLOATS;
@@ -463,7 +466,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
     for (int n = 0; n < TILES; n++)
 #pragma unroll
         for (int m = 0; m < 2; m++)
-            factor[n][m] = shuffle(norm[n] * column_grown * total * head_scale * inverse_power[n], 4 * (2 * c + m));
+            factor[n][m] =
+                shuffle(norm[n] * column_grown * total * head_scale * inverse_power[n], 4 * (2 * c + m));
 
     // tokens upon tokens
     const float skip = DELTA ? 0.f : scalar(issue_scalar<D_TYPE>(p.D, head), D_TYPE);
@@ -472,8 +476,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
     const float answer =
         shuffle(pairs[0], 4) * (DELTA ? shuffle(norm[0], 0) * shuffle(norm[0], 4) : shuffle(gate, 0)) + skip;
 #else
-    // as an operand, [column g][token 2c + n]: the triangular system's inverse less the identity, since tensor
-    // cores cut sums off, and what outputs take of its right side
+    // as an operand, [column g][token 2c + n]: the triangular system's inverse less the identity, since
+    // tensor cores cut sums off, and what outputs take of its right side
     float token_beta[2], solve_b[2] = {0, 0}, reply_b[2] = {0, 0};
     {
         const int s = column_token;
