@@ -1,0 +1,152 @@
+"""Steps over packed and split states: the CUDA kernels on a GPU, at the models' shapes.
+
+Both kernels of a step are judged by what they left: states against an fp32 fold, read copies against their
+own recurrence copies bit for bit, and outputs and records against the torch backend from those states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from replayssm import kernels
+from replayssm.core import LayerBuffers, LayerGeometry, RingLayout, Rule
+from replayssm.core.formats import PackedState, select_states, state_tensors
+from replayssm.core.precision import Precision, Rounding
+from replayssm.kernels import StepIndex
+from replayssm.kernels.torch_backend.formats import encode
+from tests.kernels import emulated
+from tests.kernels.device.walk import STEP, geometry
+
+WINDOW, ROWS = 16, 6
+PRECISIONS = ("nvfp4/fp16+sr", "nvfp4/fp32", "fp8/fp16+sr", "int8/fp32", "mxfp4/fp16", "fp8+sr", "nvfp4+sr")
+SEED = 2**35 + 7
+
+
+def layer_of(geo: LayerGeometry, precision: Precision, tokens: int, device: str) -> LayerBuffers:
+    """Random states and rings for all rows; `A` of a trained model's size."""
+    layout = RingLayout(geo, WINDOW, tokens, split=precision.split)
+    A = None if geo.rule is not Rule.MAMBA2 else -torch.linspace(0.2, 8.0, geo.value_heads, device=device)
+    layer = LayerBuffers.allocate(layout, ROWS, precision, device, A)
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(shape: torch.Size) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    for name, ring in layer.rings.items():
+        ring.copy_(normal(ring.shape))
+        if name in ("g_cache", "dt_cache", "beta_cache"):
+            ring.sigmoid_().mul_(-0.2 if name == "g_cache" else 0.2)
+    values = normal(torch.Size((ROWS, *geo.state_shape)))
+    values[..., ::9] *= 30.0
+    kernels.store_states(layer.state, values, layer.read_state)
+    return layer
+
+
+def inputs_of(geo: LayerGeometry, tokens: int, device: str) -> dict[str, torch.Tensor]:
+    """Inputs of one step with finished gates."""
+    generator, act = torch.Generator().manual_seed(2), torch.bfloat16
+    heads, keys = (ROWS, tokens, geo.value_heads), (ROWS, tokens, geo.key_heads, geo.key_dim)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    value, one, two = normal(*heads, geo.value_dim).to(act), normal(*keys).to(act), normal(*keys).to(act)
+    if geo.rule is Rule.MAMBA2:
+        return {"x": value, "B": one, "C": two, "dt": 0.2 * normal(*heads).sigmoid()}
+    channel = (geo.key_dim,) if geo.rule is Rule.KDA else ()
+    decay = -0.2 * normal(*heads, *channel).sigmoid()
+    return {"q": one, "k": two, "v": value, "g": decay, "beta": normal(*heads).sigmoid()}
+
+
+def copied(layer: LayerBuffers) -> LayerBuffers:
+    """The same bits in buffers of its own."""
+    every = torch.arange(ROWS, device=layer.state.device)
+    read = None if layer.read_state is None else select_states(layer.read_state, every)
+    rings = {name: ring.clone() for name, ring in layer.rings.items()}
+    return replace(layer, state=select_states(layer.state, every), read_state=read, rings=rings)
+
+
+def as_bytes(copy: object) -> list[torch.Tensor]:
+    assert isinstance(copy, (torch.Tensor, PackedState))
+    return [tensor.contiguous().view(torch.uint8) for tensor in state_tensors(copy)]
+
+
+def check_step(geo: LayerGeometry, precision: Precision, tokens: int, device: str) -> None:
+    """One step of five rows and a pad; those in slots 3 and 1 flush, that in slot 2 just does not."""
+    layer = layer_of(geo, precision, tokens, device)
+    before = copied(layer)
+    slots = torch.tensor([3, 0, 5, -1, 2, 1], dtype=torch.int32, device=device)
+    lengths = [5, WINDOW, WINDOW - tokens, WINDOW, WINDOW, 0]
+    history = torch.tensor(lengths, dtype=torch.int32, device=device)
+    start = torch.tensor([4, 0, 7, 1, WINDOW, 2], dtype=torch.int32, device=device)
+    inputs, index = inputs_of(geo, tokens, device), StepIndex(slots)
+    seed = torch.tensor([SEED], device=device) if precision.rounding is Rounding.STOCHASTIC else None
+    options = {"window": WINDOW, "index": index, "rand_seed": seed, "layer": 3}
+    if layer.A is not None:
+        options |= {"A": layer.A}
+
+    def step(buffers: LayerBuffers, backend: str) -> torch.Tensor:
+        out = torch.full_like(inputs.get("x", inputs.get("v")), float("nan"))
+        given = {**buffers.rings, **inputs, **options, "out": out, "read_state": buffers.read_state}
+        return STEP[geo.rule](buffers.state, ring_start=start, hist_len=history, backend=backend, **given)
+
+    found = step(layer, "cuda")
+    rows = torch.tensor([3, 1], device=device)
+
+    # states: those of a fold in fp32, as stored; read copies: the encoding of what is stored
+    exact = copied(before)
+    fp32 = kernels.load_states(exact.state)
+    reference = replace(exact, state=fp32, rounding=Rounding.NEAREST)
+    kernels.materialize(
+        geo.rule, [reference.state], [reference.rings], start, history[rows], rows, rows, window=WINDOW,
+        A=None if layer.A is None else [layer.A], read_states=None if exact.read_state is None else
+        [exact.read_state], hist_len=history, backend="torch",
+    )  # fmt: skip
+    states = kernels.load_states(layer.state)[rows]
+    wanted = reference.state[rows]
+    size = wanted.abs().amax((-1, -2), keepdim=True)
+    rounded = {"fp32": 0.0, "fp16": 2**-10, "fp8": 2**-3, "nvfp4": 1 / 3}[precision.recurrence]
+    assert ((states - wanted).abs() <= (rounded + 4e-6) * size).all()
+    if layer.read_state is not None:
+        assert isinstance(layer.read_state, PackedState)
+        again = encode(precision.read, kernels.load_states(layer.state))
+        for mine, other in zip(as_bytes(layer.read_state), as_bytes(again), strict=True):
+            assert torch.equal(mine, other)
+    untouched = [slot for slot in range(ROWS) if slot not in rows.tolist()]
+    for mine, other in zip(as_bytes(layer.state), as_bytes(before.state), strict=True):
+        assert torch.equal(mine[untouched], other[untouched])
+
+    # outputs and records: the torch backend's, from those states and with what was folded out of the ring
+    start[rows] += history[rows]
+    start %= layer.layout.rows
+    history[rows] = 0
+    other_side = replace(copied(layer), rings=before.rings)
+    expected = step(other_side, "torch")
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=4e-6 * expected.abs().max().item())
+    for name, ring in layer.rings.items():
+        mine, other = ring.float(), other_side.rings[name].float()
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=4e-6 * other.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize(
+    "name",
+    ["nemotron-3-super", "nemotron-3-nano-4b", "qwen3.5-122b", "qwen3.5-4b/8", "kimi-linear", "kimi-k3/8"],
+)
+def test_cuda(name: str, tokens: int, precision: str) -> None:
+    check_step(geometry(name), Precision.parse(precision), tokens, "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(emulated.COMPILER is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("rule", list(Rule))
+def test_emulated(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, so that what is asked of a GPU is known to be right."""
+    emulated.serve_on_cpu(monkeypatch)
+    check_step(LayerGeometry(rule, 2, 1, 24, 128), Precision.parse("nvfp4/fp16+sr"), 4, "cpu")
