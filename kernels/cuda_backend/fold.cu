@@ -41,7 +41,7 @@ constexpr int AT_MAXIMA = AT_WEIGHTS + 4 * (LR + 4);  // of the warps, for eithe
 constexpr int AT_SCALES = AT_MAXIMA + (2 * WARPS + 3) / 4 * 16;
 constexpr int AT_MASKS = AT_SCALES + WARPS * 128;
 constexpr int AT_LIST = AT_MASKS + 4 * ROWS_AT_ONCE * WARPS;
-constexpr int SHARED_BYTES = AT_LIST + 4 * (2 + CHUNK);
+constexpr int SHARED_BYTES = AT_LIST + 4 * (2 + CHUNK);  // see listed
 
 struct Copy {
     char *codes, *scales;
@@ -359,8 +359,9 @@ DEVICE void add_terms(float (&d)[4], float (&d_low)[4], const u32 (&a)[A_TERMS][
 }
 
 // `u` of the history plus what it lacks for having been solved from the read copy.
-DEVICE void correct(float (&u)[RECORDS][2][2], const float (&x)[2][32], const Read& read,
-                    const Scales& scales, int g, int c) {
+template <class Values>
+DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const Read& read, const Scales& scales, int g,
+                    int c) {
     const uint4* const starts = (const uint4*)(shared_memory + AT_STARTS);
     float off[RECORDS][4];  // D k, of rows 2g and 2g + 1 and records 2c and 2c + 1
 #pragma unroll
@@ -369,14 +370,15 @@ DEVICE void correct(float (&u)[RECORDS][2][2], const float (&x)[2][32], const Re
         for (int i = 0; i < 4; i++) off[r][i] = 0.f;
 #pragma unroll
     for (int step = 0; step < 8; step++) {
+        warp_sync();
         u32 d[OFF_TERMS][4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int row = i % 2, e = 4 * step + i / 2 * 2;
             const float scale = Read::PACKED ? scale_of<READ_AS, RUN>(scales, row, e / Read::SPAN, c) : 1.f;
             u32 terms[3];
-            cut_terms(fmaf(-unscaled(read, row, e), scale, x[row][e]),
-                      fmaf(-unscaled(read, row, e + 1), scale, x[row][e + 1]), terms);
+            cut_terms(fmaf(-unscaled(read, row, e), scale, x(row, e)),
+                      fmaf(-unscaled(read, row, e + 1), scale, x(row, e + 1)), terms);
 #pragma unroll
             for (int t = 0; t < OFF_TERMS; t++) d[t][i] = terms[t];
         }
@@ -441,9 +443,10 @@ DEVICE void fold(float (&x)[2][32], const float (&u)[RECORDS][2][2], int g, int 
         }
     }
     const float total = KDA ? 1.f : weights[LR];
-    constexpr int TILES = KDA ? 2 : 4;  // at once; a chunk of keys has four
+    constexpr int TILES = KDA || RECORDS == 4 ? 2 : 4;  // at once; a chunk of keys has four
 #pragma unroll
     for (int first = 0; first < 16; first += TILES) {
+        if (TILES == 2) warp_sync();
         float d[TILES][4], d_low[TILES][4];
 #pragma unroll
         for (int i = 0; i < TILES; i++)
@@ -521,6 +524,13 @@ DEVICE Scales load_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, i64 slot, int
     return {{0, 0, 0, 0}, 1.f};
 }
 
+// Of two fp32 rows this lane's part on its way to the L2 cache: no registers hold it while keys are made
+// ready.
+DEVICE void prefetch_rows(const char* rows) {
+    prefetch(rows);
+    prefetch(rows + State::ROW_BYTES);
+}
+
 // Values to a copy of a state, of which `tile` then has them as stored.
 template <int FORMAT, bool STOCHASTICALLY, bool BEYOND, class Words>
 DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, float (&x)[2][32], i64 slot, int head,
@@ -587,7 +597,9 @@ DEVICE void fold_head(const FoldParams& p, int b, int head) {
     if (KDA) fetch_channels(k_ring, g_ring, start, hist, p.R, thread);
     State state;
     Read read;
-    const Scales scales = load_tile<STATE>(state, p.state, slot_of(p, b), head, v, c);
+    Scales scales;
+    if (STATE != FP32) scales = load_tile<STATE>(state, p.state, slot_of(p, b), head, v, c);
+    else if (inside) prefetch_rows(codes_at<STATE>(p.state, slot_of(p, b), head, v) + 128 * c);
     Scales read_scales;
     if (CORRECTS) read_scales = load_tile<READ_AS>(read, p.read, slot_of(p, b), head, v, c);
     float u[RECORDS][2][2];
@@ -629,16 +641,24 @@ DEVICE void fold_head(const FoldParams& p, int b, int head) {
     }
     if (warp == 0) weigh(gate, beta, A, hist, lane);
 
+    if (STATE == FP32) scales = load_tile<STATE>(state, p.state, slot_of(p, b), head, v, c);
     float x[2][32];
+    auto decode = [&]() {
 #pragma unroll
-    for (int r = 0; r < 2; r++)
+        for (int r = 0; r < 2; r++)
 #pragma unroll
-        for (int e = 0; e < 32; e++) {
-            const float scale = State::PACKED ? scale_of<STATE, RUN>(scales, r, e / State::SPAN, c) : 1.f;
-            x[r][e] = State::PACKED ? unscaled(state, r, e) * scale : unscaled(state, r, e);
-        }
-    if (CORRECTS) correct(u, x, read, read_scales, g, c);
+            for (int e = 0; e < 32; e++) {
+                x[r][e] = unscaled(state, r, e);
+                if (State::PACKED) x[r][e] *= scale_of<STATE, RUN>(scales, r, e / State::SPAN, c);
+            }
+    };
+    if (State::PACKED) decode();
+    if (CORRECTS)  // two 16-bit values in a register until they are folded
+        correct(
+            u, [&](int r, int e) { return State::PACKED ? x[r][e] : unscaled(state, r, e); }, read,
+            read_scales, g, c);
     else block_sync();  // the weights are there
+    if (!State::PACKED) decode();
     fold(x, u, g, c);
     warp_sync();
     store_head(p, b, head, x, state);

@@ -260,6 +260,7 @@ DEVICE uint4 issue16(const void* p) { return issue<uint4>(p); }
 DEVICE uint2 issue8_once(const void* p) { return issue<uint2>(p); }
 DEVICE uint4 issue16_once(const void* p) { return issue<uint4>(p); }
 
+DEVICE void prefetch(const void* p) { *(volatile const char*)p; }
 DEVICE void copy_async(void* to, const void* from, bool inside) {
     if (((uintptr_t)to | (inside ? (uintptr_t)from : 0)) % 16) abort();
     warp::lanes[warp::at].groups.back().push_back({to, from, inside});
