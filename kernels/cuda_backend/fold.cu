@@ -41,7 +41,7 @@ constexpr int AT_MAXIMA = AT_WEIGHTS + 4 * (LR + 4);  // of the warps, for eithe
 constexpr int AT_SCALES = AT_MAXIMA + (2 * WARPS + 3) / 4 * 16;
 constexpr int AT_MASKS = AT_SCALES + WARPS * 128;
 constexpr int AT_LIST = AT_MASKS + 4 * ROWS_AT_ONCE * WARPS;
-constexpr int SHARED_BYTES = AT_LIST + 2 * CHUNK;
+constexpr int SHARED_BYTES = AT_LIST + 4 * (2 + CHUNK);  // see listed
 
 struct Copy {
     char *codes, *scales;
@@ -64,16 +64,17 @@ struct FoldParams {
 
 // ---- rows ----
 
-struct Place {  // of a row: its slots and cursors
-    i64 slot, ring;
-    int start, hist;
-};
+DEVICE i64 slot_of(const FoldParams& p, int b) {
+    return p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
+}
+DEVICE i64 ring_of(const FoldParams& p, int b) {
+    return p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : slot_of(p, b);
+}
 
 // Whether row b has a history that must be folded.
 DEVICE bool must_flush(const FoldParams& p, int b) {
     if (b >= p.B) return false;
-    const i64 slot = p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
-    const i64 ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : slot;
+    const i64 slot = slot_of(p, b), ring = ring_of(p, b);
     if (slot < 0 || ring < 0 || (p.state_indices && slot == p.pad_slot)) return false;
     i64 count = p.T;
     if (p.lens) {
@@ -85,10 +86,11 @@ DEVICE bool must_flush(const FoldParams& p, int b) {
     return hist > 0 && hist + count > p.L;
 }
 
-// The rows of a chunk that flush, in shared memory, by their distance from its first; how many they are.
-DEVICE int list_flushes(const FoldParams& p, int first) {
+// The flushing rows of a chunk, in shared memory, and before them how many came in earlier chunks and with
+// these: there, so that no register holds them while a head is folded.
+DEVICE int* listed() { return (int*)(shared_memory + AT_LIST); }
+DEVICE void list_flushes(const FoldParams& p, int first) {
     u32* const masks = (u32*)(shared_memory + AT_MASKS);
-    u16* const list = (u16*)(shared_memory + AT_LIST);
     const int warp = warp_id(), lane = lane_id();
     bool flush[ROWS_AT_ONCE];
 #pragma unroll
@@ -98,6 +100,7 @@ DEVICE int list_flushes(const FoldParams& p, int first) {
         const u32 mask = votes(flush[i]);
         if (lane == 0) masks[i * WARPS + warp] = mask;
     }
+    const int earlier = first == 0 ? 0 : listed()[1];
     block_sync();
     int total = 0, before[ROWS_AT_ONCE] = {};
 #pragma unroll
@@ -107,14 +110,13 @@ DEVICE int list_flushes(const FoldParams& p, int first) {
             if (w == warp) before[i] = total;
             total += bit_count(masks[i * WARPS + w]);
         }
-    if (total == 0) return 0;
 #pragma unroll
     for (int i = 0; i < ROWS_AT_ONCE; i++) {
-        const u32 earlier = masks[i * WARPS + warp] & ((1u << lane) - 1);
-        if (flush[i]) list[before[i] + bit_count(earlier)] = (u16)(i * THREADS + 32 * warp + lane);
+        const int rank = before[i] + bit_count(masks[i * WARPS + warp] & ((1u << lane) - 1));
+        if (flush[i]) listed()[2 + rank] = first + i * THREADS + 32 * warp + lane;
     }
+    if (warp == 0 && lane == 0) listed()[0] = earlier, listed()[1] = earlier + total;
     block_sync();
-    return total;
 }
 
 // ---- keys in shared memory ----
@@ -311,7 +313,7 @@ DEVICE void weigh(float gate, float beta, float A, int hist, int lane) {
         const float gate_s = shuffle(gate, s), row = shuffle(beta * norm, s);
         const bool below = s > j && s < hist;
         if (below) between += gate_s;
-        column[s] = below ? row * norm * matrix_row(s)[j] * (KDA ? 1.f : expf(between)) : 0.f;
+        column[s] = below ? row * norm * matrix_row(s)[j] * (KDA ? 1.f : fast_exp2(LOG2E * between)) : 0.f;
     }
     warp_sync();
     if (lane < LR)
@@ -357,7 +359,9 @@ DEVICE void add_terms(float (&d)[4], float (&d_low)[4], const u32 (&a)[A_TERMS][
 }
 
 // `u` of the history plus what it lacks for having been solved from the read copy.
-DEVICE void correct(float (&u)[RECORDS][2][2], const float (&x)[2][32], const Read& read, int g, int c) {
+template <class Values>
+DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const Read& read, const Scales& scales, int g,
+                    int c) {
     const uint4* const starts = (const uint4*)(shared_memory + AT_STARTS);
     float off[RECORDS][4];  // D k, of rows 2g and 2g + 1 and records 2c and 2c + 1
 #pragma unroll
@@ -365,30 +369,29 @@ DEVICE void correct(float (&u)[RECORDS][2][2], const float (&x)[2][32], const Re
 #pragma unroll
         for (int i = 0; i < 4; i++) off[r][i] = 0.f;
 #pragma unroll
-    for (int part = 0; part < 4; part++) {
-        u32 d[2][OFF_TERMS][4];
+    for (int step = 0; step < 8; step++) {
+        warp_sync();
+        u32 d[OFF_TERMS][4];
 #pragma unroll
-        for (int step = 0; step < 2; step++)
+        for (int i = 0; i < 4; i++) {
+            const int row = i % 2, e = 4 * step + i / 2 * 2;
+            const float scale = Read::PACKED ? scale_of<READ_AS, RUN>(scales, row, e / Read::SPAN, c) : 1.f;
+            u32 terms[3];
+            cut_terms(fmaf(-unscaled(read, row, e), scale, x(row, e)),
+                      fmaf(-unscaled(read, row, e + 1), scale, x(row, e + 1)), terms);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int row = i % 2, e = 8 * part + 4 * step + i / 2 * 2;
-                u32 terms[3];
-                cut_terms(x[row][e] - decoded(read, row, e), x[row][e + 1] - decoded(read, row, e + 1),
-                          terms);
-#pragma unroll
-                for (int t = 0; t < OFF_TERMS; t++) d[step][t][i] = terms[t];
-            }
+            for (int t = 0; t < OFF_TERMS; t++) d[t][i] = terms[t];
+        }
 #pragma unroll
         for (int r = 0; r < RECORDS; r++) {
-            u32 keys[2][START_TERMS][2];
+            u32 keys[START_TERMS][2];
 #pragma unroll
             for (int t = 0; t < START_TERMS; t++) {
-                const uint4 y = starts[t * LR * K / 8 + start_chunk(8 * r + g, part, c)];
-                keys[0][t][0] = y.x, keys[0][t][1] = y.y, keys[1][t][0] = y.z, keys[1][t][1] = y.w;
+                const uint4* const chunk = starts + t * LR * K / 8 + start_chunk(8 * r + g, step / 2, c);
+                const uint2 y = ((const uint2*)chunk)[step % 2];
+                keys[t][0] = y.x, keys[t][1] = y.y;
             }
-#pragma unroll
-            for (int step = 0; step < 2; step++)
-                add_terms<OFF_TERMS, START_TERMS>(off[r], off[r], d[step], keys[step]);
+            add_terms<OFF_TERMS, START_TERMS>(off[r], off[r], d, keys);
         }
     }
     block_sync();  // the matrix is there
@@ -440,29 +443,39 @@ DEVICE void fold(float (&x)[2][32], const float (&u)[RECORDS][2][2], int g, int 
         }
     }
     const float total = KDA ? 1.f : weights[LR];
+    constexpr int TILES = KDA || RECORDS == 4 ? 2 : 4;  // at once; a chunk of keys has four
 #pragma unroll
-    for (int part = 0; part < 4; part++) {
-        float d[4][4], d_low[4][4];
+    for (int first = 0; first < 16; first += TILES) {
+        if (TILES == 2) warp_sync();
+        float d[TILES][4], d_low[TILES][4];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < TILES; i++)
 #pragma unroll
             for (int e = 0; e < 4; e++) d[i][e] = d_low[i][e] = 0.f;
 #pragma unroll
         for (int half = 0; half < RECORDS / 2; half++) {
-            u32 b[4][FOLD_TERMS][2];
+            u32 b[TILES][FOLD_TERMS][2];
 #pragma unroll
             for (int t = 0; t < FOLD_TERMS; t++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    const uint4 y = pairs[t * LR * K / 8 + pair_chunk(8 * half + 4 * i + c, part, g)];
-                    b[0][t][i] = y.x, b[1][t][i] = y.y, b[2][t][i] = y.z, b[3][t][i] = y.w;
+                    const uint4* const chunk =
+                        pairs + t * LR * K / 8 + pair_chunk(8 * half + 4 * i + c, first / 4, g);
+                    if (TILES == 4) {
+                        const uint4 y = *chunk;
+                        b[0][t][i] = y.x, b[1][t][i] = y.y, b[TILES - 2][t][i] = y.z,
+                        b[TILES - 1][t][i] = y.w;
+                    } else {
+                        const uint2 y = ((const uint2*)chunk)[first / 2 % 2];
+                        b[0][t][i] = y.x, b[1][t][i] = y.y;
+                    }
                 }
 #pragma unroll
-            for (int i = 0; i < 4; i++) add_terms<3, FOLD_TERMS>(d[i], d_low[i], a[half], b[i]);
+            for (int i = 0; i < TILES; i++) add_terms<3, FOLD_TERMS>(d[i], d_low[i], a[half], b[i]);
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int e = 8 * part + 2 * i;
+        for (int i = 0; i < TILES; i++) {
+            const int e = 2 * (first + i);
             float2 kept = make_float2(total, total);
             if (KDA) kept = *(const float2*)(totals + column_of<RUN>(c, e));
 #pragma unroll
@@ -498,24 +511,28 @@ DEVICE float* head_scale_at(const Copy& copy, i64 slot, int head) {
 }
 
 template <int FORMAT>
-DEVICE void load_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, i64 slot, int head, int v, int c) {
+DEVICE Scales load_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, i64 slot, int head, int v, int c) {
     const float scale = FORMAT == NVFP4 ? *head_scale_at(copy, slot, head) : 1.f;
     if (V % 16 == 0 || v < V) {
         load_codes(tile, codes_at<FORMAT>(copy, slot, head, v), c);
-        if (tile.PACKED) load_scales(tile, scales_at<FORMAT>(copy, slot, head, v), scale, c);
-        return;
+        return load_scales<FORMAT>(scales_at<FORMAT>(copy, slot, head, v), scale);
     }
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
+    for (int r = 0; r < 2; r++)
 #pragma unroll
         for (int i = 0; i < tile.BITS; i++) tile.codes[r][i] = 0;
-#pragma unroll
-        for (int i = 0; i < tile.BLOCKS; i++) tile.scales[r][i] = 1.f;
-    }
+    return {{0, 0, 0, 0}, 1.f};
+}
+
+// Of two fp32 rows this lane's part on its way to the L2 cache: no registers hold it while keys are made
+// ready.
+DEVICE void prefetch_rows(const char* rows) {
+    prefetch(rows);
+    prefetch(rows + State::ROW_BYTES);
 }
 
 // Values to a copy of a state, of which `tile` then has them as stored.
-template <int FORMAT, bool STOCHASTICALLY, class Words>
+template <int FORMAT, bool STOCHASTICALLY, bool BEYOND, class Words>
 DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, float (&x)[2][32], i64 slot, int head,
                        float* maxima, int warp, int lane, Words words) {
     using T = Tile<FORMAT, RUN>;
@@ -523,15 +540,17 @@ DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, float (&x)[2][
     unsigned char* const scales = shared_memory + AT_SCALES + 128 * warp;
     float largest[2][T::BLOCKS], scale = 1.f;
     if (T::PACKED) {
-        float most = block_maxima<FORMAT, RUN>(x, largest);
+        const float most = block_maxima<FORMAT, RUN>(x, largest);
         if (FORMAT == NVFP4) {
             scale = head_scale(largest_of_warps(most, maxima, warp, lane));
             if (warp == 0 && lane == 0) *head_scale_at(copy, slot, head) = scale;
         }
-        tame<FORMAT, RUN>(x, largest);
         warp_sync();  // the scales of another copy are written
+    } else if (FORMAT == FP16 && STOCHASTICALLY) {
+        tame_halves(x);
     }
-    encode<FORMAT, STOCHASTICALLY, RUN>(tile, x, largest, scale, scales + 2 * g * T::SCALE_BYTES, c, words);
+    encode<FORMAT, STOCHASTICALLY, BEYOND, RUN>(tile, x, largest, scale, scales + 2 * g * T::SCALE_BYTES, c,
+                                                words);
     if (V % 16 == 0 || v < V) store_codes(tile, codes_at<FORMAT>(copy, slot, head, v), c);
     if (!T::PACKED) return;
     warp_sync();
@@ -540,24 +559,49 @@ DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, float (&x)[2][
         ((u32*)scales_at<FORMAT>(copy, slot, head, 16 * warp))[lane] = ((const u32*)scales)[lane];
 }
 
-DEVICE void fold_head(const FoldParams& p, const Place& place, int head) {
+// Both copies of a head's new state. Slot, seed and lane are looked up anew, the lane by way of a shuffle:
+// the compiler would work out addresses before the fold, which has no registers for them.
+DEVICE void store_head(const FoldParams& p, int b, int head, float (&x)[2][32], State& state) {
+    const int warp = warp_id(), lane = shuffle(lane_id(), lane_id()), c = lane & 3;
+    float* const maxima = (float*)(shared_memory + AT_MAXIMA);
+    const u32 first = (u32)(head * V + 16 * warp + 2 * (lane >> 2)) * (K / 4);
+    const i64 slot = slot_of(p, b), seed = STOCHASTIC ? *p.rand_seed : 0;
+    auto words = [&](int r, int e) {
+        return philox(seed, first + r * (K / 4) + column_of<RUN>(c, e) / 4, (u32)slot, (u32)p.layer);
+    };
+    store_tile<STATE, STOCHASTIC, true>(state, p.state, x, slot, head, maxima, warp, lane, words);
+    if (!SPLIT) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) x[r][e] = decoded(state, r, e);
+    Read read;
+    store_tile<READ_AS, false, STATE != FP16>(read, p.read, x, slot, head, maxima + WARPS, warp, lane, words);
+}
+
+DEVICE void fold_head(const FoldParams& p, int b, int head) {
     const int warp = warp_id(), lane = lane_id(), thread = 32 * warp + lane, g = lane >> 2, c = lane & 3;
-    const int v = 16 * warp + 2 * g, key_head = head / GROUP, start = place.start, hist = place.hist;
+    const i64 ring = ring_of(p, b);
+    const int v = 16 * warp + 2 * g, key_head = head / GROUP;
+    const int start = p.ring_start[ring], hist = p.hist_len[ring];
     const bool inside = V % 16 == 0 || v < V;
     auto ring_row = [&](int j) {
         const int row = start + j;
         return row >= p.R ? row - p.R : row;
     };
-    const char* const k_ring = (const char*)p.k + (place.ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
-    const char* const u_ring = (const char*)p.u + (place.ring * p.s_u + head * p.h_u) * U_BYTES;
-    const float* const g_ring = p.g + place.ring * p.s_g + head * p.h_g;
+    const char* const k_ring = (const char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
+    const char* const u_ring = (const char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES;
+    const float* const g_ring = p.g + ring * p.s_g + head * p.h_g;
 
     // everything that is read is on its way before anything else
     if (KDA) fetch_channels(k_ring, g_ring, start, hist, p.R, thread);
     State state;
     Read read;
-    load_tile<STATE>(state, p.state, place.slot, head, v, c);
-    if (CORRECTS) load_tile<READ_AS>(read, p.read, place.slot, head, v, c);
+    Scales scales;
+    if (STATE != FP32) scales = load_tile<STATE>(state, p.state, slot_of(p, b), head, v, c);
+    else if (inside) prefetch_rows(codes_at<STATE>(p.state, slot_of(p, b), head, v) + 128 * c);
+    Scales read_scales;
+    if (CORRECTS) read_scales = load_tile<READ_AS>(read, p.read, slot_of(p, b), head, v, c);
     float u[RECORDS][2][2];
 #pragma unroll
     for (int r = 0; r < RECORDS; r++)
@@ -578,10 +622,9 @@ DEVICE void fold_head(const FoldParams& p, const Place& place, int head) {
     float gate = 0.f, beta = 0.f, A = 0.f;
     if (warp == 0 && lane < hist) {
         if (!KDA) gate = g_ring[ring_row(lane)];
-        if (CORRECTS) beta = p.beta[place.ring * p.s_beta + head * p.h_beta + ring_row(lane)];
+        if (CORRECTS) beta = p.beta[ring * p.s_beta + head * p.h_beta + ring_row(lane)];
     }
     if (!DELTA) A = scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type);
-    const i64 seed = STOCHASTIC ? *p.rand_seed : 0;
 
     if (KDA) {
         copies_wait<0>();
@@ -598,47 +641,38 @@ DEVICE void fold_head(const FoldParams& p, const Place& place, int head) {
     }
     if (warp == 0) weigh(gate, beta, A, hist, lane);
 
+    if (STATE == FP32) scales = load_tile<STATE>(state, p.state, slot_of(p, b), head, v, c);
     float x[2][32];
+    auto decode = [&]() {
 #pragma unroll
-    for (int r = 0; r < 2; r++)
+        for (int r = 0; r < 2; r++)
 #pragma unroll
-        for (int e = 0; e < 32; e++) x[r][e] = decoded(state, r, e);
-    if (CORRECTS) correct(u, x, read, g, c);
-    else block_sync();  // the weights are there
-    fold(x, u, g, c);
-
-    float* const maxima = (float*)(shared_memory + AT_MAXIMA);
-    const u32 first = (u32)(head * V + v) * (K / 4);
-    const u32 slot = (u32)place.slot, layer = (u32)p.layer;
-    auto words = [&](int r, int e) {
-        return philox(seed, first + r * (K / 4) + column_of<RUN>(c, e) / 4, slot, layer);
+            for (int e = 0; e < 32; e++) {
+                x[r][e] = unscaled(state, r, e);
+                if (State::PACKED) x[r][e] *= scale_of<STATE, RUN>(scales, r, e / State::SPAN, c);
+            }
     };
-    store_tile<STATE, STOCHASTIC>(state, p.state, x, place.slot, head, maxima, warp, lane, words);
-    if (!SPLIT) return;
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-        for (int e = 0; e < 32; e++) x[r][e] = decoded(state, r, e);
-    store_tile<READ_AS, false>(read, p.read, x, place.slot, head, maxima + WARPS, warp, lane, words);
+    if (State::PACKED) decode();
+    if (CORRECTS)  // two 16-bit values in a register until they are folded
+        correct(
+            u, [&](int r, int e) { return State::PACKED ? x[r][e] : unscaled(state, r, e); }, read,
+            read_scales, g, c);
+    else block_sync();  // the weights are there
+    if (!State::PACKED) decode();
+    fold(x, u, g, c);
+    warp_sync();
+    store_head(p, b, head, x, state);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     replay_fold(const __grid_constant__ FoldParams p) {
     follow();
-    int listed = 0;       // flushing rows of the chunks before
-    int item = grid_x();  // one head of one of them, numbered over all chunks
+    int item = grid_x();  // one head of a flushing row, numbered over all chunks
     for (int first = 0; first < p.B; first += CHUNK) {
-        if (first > 0) block_sync();
-        const int flushes = list_flushes(p, first);
-        for (; item < (listed + flushes) * p.HV; item += grid_size()) {
-            const int b = first + ((const u16*)(shared_memory + AT_LIST))[item / p.HV - listed];
-            Place place;
-            place.slot = p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
-            place.ring = p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : place.slot;
-            place.start = p.ring_start[place.ring], place.hist = p.hist_len[place.ring];
-            fold_head(p, place, item % p.HV);
+        list_flushes(p, first);
+        for (; item < listed()[1] * p.HV; item += grid_size()) {
+            fold_head(p, listed()[2 + item / p.HV - listed()[0]], item % p.HV);
             block_sync();
         }
-        listed += flushes;
     }
 }

@@ -97,7 +97,7 @@ class FoldConfig:
         shared += 4 * records * (records + 4) if corrects else 0
         shared += 4 * records + 4 * (records + 4)
         shared += (2 * self.warps + 3) // 4 * 16 + 128 * self.warps
-        return shared + _ROWS_AT_ONCE * self.warps * (4 + 2 * WARP)
+        return shared + 4 * _ROWS_AT_ONCE * self.warps * (1 + WARP) + 8
 
 
 class Copy(ctypes.Structure):

@@ -25,7 +25,7 @@ constexpr int scale_block(int format) { return format == NVFP4 ? 16 : format == 
 template <int MANTISSA_, int EXPONENT_, u32 LARGEST_>
 struct Element {
     static constexpr int MANTISSA = MANTISSA_, EXPONENT = EXPONENT_, DROP = 23 - MANTISSA_;
-    static constexpr u32 LARGEST_CODE = LARGEST_;
+    static constexpr u32 LARGEST_CODE = LARGEST_, MASK = MANTISSA_ == 10 ? 0x7fff : LARGEST_ | 1;
     // bits of 2^EXPONENT, and of what makes fp32's smallest normal number of it
     static constexpr u32 SMALLEST = (u32)(127 + EXPONENT_) << 23;
     static constexpr u32 TO_FIXED = EXPONENT_ > 0 ? 1u << 23 - EXPONENT_ : (u32)(1 - EXPONENT_) << 23;
@@ -39,9 +39,11 @@ using Integer = Element<7, 7, 127>;
 // down by chance as the word's low bits say; upwards.
 template <class E>
 DEVICE u32 nearest(float x) {
+    // A number whose last bit is worth a code where |x| is, plus the codes below |x|'s power of two: an even
+    // number of them, so ties stay ties. The sum ends in the code.
     const u32 exponent = bits(fmaxf(fabsf(x), real(E::SMALLEST))) & 0x7f800000u;
-    const u32 unit = exponent + ((u32)E::DROP << 23);  // the number whose last bit is worth a code there
-    return bits(plus(fabsf(x), real(unit))) - unit + (exponent >> E::DROP) - (E::SMALLEST >> E::DROP);
+    const u32 unit = exponent + (exponent >> E::DROP) + (((u32)E::DROP << 23) - (E::SMALLEST >> E::DROP));
+    return bits(plus(fabsf(x), real(unit))) & E::MASK;
 }
 template <class E>
 DEVICE u32 stochastic(float x, u32 word) {
@@ -69,9 +71,9 @@ DEVICE int exponent_for(float largest, float limit) {
 }
 
 // What divides the values of a block: a number of at most four bits in 1..2, and a power of two that its
-// values are multiplied by before. Both corrections of the quotient are needed: it is exact as a division is.
+// values are multiplied by before. `rest` is what the reciprocal lacks.
 struct Divisor {
-    float power, number, reciprocal;
+    float power, number, reciprocal, rest;
 };
 DEVICE Divisor divisor_of(float scale, float power) {
     Divisor d;
@@ -79,11 +81,18 @@ DEVICE Divisor divisor_of(float scale, float power) {
     d.number = real((bits(scale) & 0x7fffffu) | 0x3f800000u);
     const float y = fast_reciprocal(d.number);
     d.reciprocal = fmaf(fmaf(-d.number, y, 1.f), y, y);
+    d.rest = fmaf(-d.number, d.reciprocal, 1.f) * d.reciprocal;
     return d;
 }
+// The quotient as a division gives it: with numbers so short one correction is enough, for every dividend.
 DEVICE float quotient(float x, const Divisor& d) {
     const float y = multiply_flushed(x, d.power), q = y * d.reciprocal;
     return fmaf(fmaf(-q, d.number, y), d.reciprocal, q);
+}
+// To 2^-46, which rounds to the same E2M1 code: fp32 has no quotient as near to a tie that is not one.
+DEVICE float near_quotient(float x, const Divisor& d) {
+    const float y = multiply_flushed(x, d.power);
+    return fmaf(y, d.reciprocal, y * d.rest);
 }
 
 // A head's scale in NVFP4, for its largest finite magnitude.
@@ -168,36 +177,33 @@ DEVICE void store_codes(const Tile<FORMAT, RUN>& tile, char* rows, int c) {
         }
 }
 
-// Scales of two rows that lie at `from`, as they multiply; `head` is NVFP4's.
-template <int FORMAT, int RUN>
-DEVICE void load_scales(Tile<FORMAT, RUN>& tile, const char* from, float head, int c) {
-    using T = Tile<FORMAT, RUN>;
-    if (FORMAT == FP8 || FORMAT == INT8) {
-        const float2 x = *(const float2*)from;
-        tile.scales[0][0] = x.x, tile.scales[1][0] = x.y;
-    } else if (T::PACKED) {
-        u32 w[4] = {0, 0, 0, 0};
-        if (FORMAT == NVFP4) {
-            const uint4 x = *(const uint4*)from;
-            w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
-        } else {
-            const uint2 x = *(const uint2*)from;
-            w[0] = x.x, w[1] = x.y;
-        }
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-#pragma unroll
-            for (int block = 0; block < T::BLOCKS; block++) {
-                const int at = block_of<FORMAT, RUN>(c, block);
-                u32 word = w[FORMAT == NVFP4 ? 2 * r : r];
-                if (FORMAT == NVFP4 && at >= 4) word = w[2 * r + 1];
-                const u32 code = word >> 8 * (at & 3) & 255;
-                float scale;
-                if (FORMAT == NVFP4) scale = code == 0x7f ? real(NAN_BITS) : value_of_e4m3(0, code) * head;
-                else scale = code == 0xff ? real(NAN_BITS) : real(code << 23);
-                tile.scales[r][block] = scale;
-            }
+// Scales of two rows as they are stored, and NVFP4's of the head.
+struct Scales {
+    u32 words[4];
+    float head;
+};
+template <int FORMAT>
+DEVICE Scales load_scales(const char* from, float head) {
+    Scales x = {{0, 0, 0, 0}, head};
+    if (FORMAT == NVFP4) {
+        const uint4 y = *(const uint4*)from;
+        x.words[0] = y.x, x.words[1] = y.y, x.words[2] = y.z, x.words[3] = y.w;
+    } else if (FORMAT >= FP8) {
+        const uint2 y = *(const uint2*)from;
+        x.words[0] = y.x, x.words[1] = y.y;
     }
+    return x;
+}
+// What multiplies the values of a lane's block.
+template <int FORMAT, int RUN>
+DEVICE float scale_of(const Scales& x, int r, int block, int c) {
+    if (FORMAT == FP8 || FORMAT == INT8) return real(x.words[r]);
+    const int at = block_of<FORMAT, RUN>(c, block);
+    u32 word = x.words[r];
+    if (FORMAT == NVFP4) word = at < 4 ? x.words[2 * r] : x.words[2 * r + 1];
+    const u32 code = word >> 8 * (at & 3) & 255;
+    if (FORMAT == NVFP4) return code == 0x7f ? real(NAN_BITS) : value_of_e4m3(0, code) * x.head;
+    return code == 0xff ? real(NAN_BITS) : real(code << 23);
 }
 
 // Element `e` of row `r`; for packed formats by its code alone, without the scale.
@@ -213,6 +219,7 @@ DEVICE float unscaled(const Tile<FORMAT, RUN>& tile, int r, int e) {
     if (FORMAT == FP8) return value_of_e4m3(word << 24 - at & 0x80000000u, word >> at & 0x7f);
     return value_of_e2m1(word << 28 - at & 0x80000000u, word >> at & 7);
 }
+// The same with its scale, which is known of what has been encoded.
 template <int FORMAT, int RUN>
 DEVICE float decoded(const Tile<FORMAT, RUN>& tile, int r, int e) {
     using T = Tile<FORMAT, RUN>;
@@ -240,54 +247,52 @@ DEVICE float block_maxima(const float (&x)[2][32], float (&largest)[2][Tile<FORM
     return most;
 }
 
-// Brings values within what scales can serve: zeros in blocks that are NaN, and nothing beyond LARGEST.
-template <int FORMAT, int RUN>
-DEVICE void tame(float (&x)[2][32], float (&largest)[2][Tile<FORMAT, RUN>::BLOCKS]) {
-    using T = Tile<FORMAT, RUN>;
-    bool tame_already = true;
+// Brings values within what fp16 has, for `encode` by chance: what is beyond becomes the largest, infinities
+// and NaN the two numbers after that which have their bits.
+DEVICE void tame_halves(float (&x)[2][32]) {
 #pragma unroll
-    for (int r = 0; r < 2; r++)
+    for (int first = 0; first < 32; first += 8) {
+        float most = 0.f;
 #pragma unroll
-        for (int block = 0; block < T::BLOCKS; block++)
-            tame_already = tame_already && largest[r][block] <= LARGEST;
-    if (tame_already) return;
+        for (int i = 0; i < 16; i++) most = larger(most, fabsf(x[i / 8][first + i % 8]));
+        if (!votes(!(most <= 65504.f))) continue;
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-        for (int e = 0; e < 32; e++) {
-            const bool finite = largest[r][e / T::SPAN] <= FINITE;
-            x[r][e] = finite ? fminf(fmaxf(x[r][e], -LARGEST), LARGEST) : 0.f;
+        for (int i = 0; i < 16; i++) {
+            float& y = x[i / 8][first + i % 8];
+            const float a = fabsf(y);
+            const float held = a <= 65504.f ? a : a <= FINITE ? 65504.f : a == a ? 65536.f : 98304.f;
+            y = real(bits(held) | (bits(y) & 0x80000000u));
         }
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-        for (int block = 0; block < T::BLOCKS; block++)
-            if (largest[r][block] <= FINITE) largest[r][block] = fminf(largest[r][block], LARGEST);
+    }
 }
 
 // Code of a value with its sign, `word` for STOCHASTICALLY.
 template <int FORMAT, bool STOCHASTICALLY>
 DEVICE u32 code_of(float x, float q, u32 word) {
-    const u32 sign = bits(x) >> 31;
     if (FORMAT == INT8) {
         const u32 size = STOCHASTICALLY ? stochastic<Integer>(q, word) : nearest<Integer>(q);
-        return (sign ? 0u - size : size) & 255u;
+        return (bits(x) >> 31 ? 0u - size : size) & 255u;
     }
-    if (FORMAT == FP8) return sign << 7 | (STOCHASTICALLY ? stochastic<E4M3>(q, word) : nearest<E4M3>(q));
-    return sign << 3 | (STOCHASTICALLY ? stochastic<E2M1>(q, word) : nearest<E2M1>(q));
+    // all but the sign of the value's first bits from the size
+    constexpr u32 SIZE = FORMAT == FP8 ? 127 : 7;
+    const u32 top = bits(x) >> (FORMAT == FP8 ? 24 : 28);
+    u32 size;
+    if (FORMAT == FP8) size = STOCHASTICALLY ? stochastic<E4M3>(q, word) : nearest<E4M3>(q);
+    else size = STOCHASTICALLY ? stochastic<E2M1>(q, word) : nearest<E2M1>(q);
+    return (size ^ top) & SIZE ^ top;
 }
 
-DEVICE u32 stochastic_code_of_half(float x, u32 word) {
-    const u32 size = bits(x) & 0x7fffffffu;
-    u32 code = stochastic<Half>(x, word);
-    if (size >= 0x7f800000u) code = size == 0x7f800000u ? 0x7c00u : 0x7e00u;
-    return bits(x) >> 16 & 0x8000u | code;
+// Two fp16 values by their words, the first in the low half; they have been tamed.
+DEVICE u32 stochastic_pair(float x, float y, u32 word_x, u32 word_y) {
+    const u32 a = bits(multiply_down(fabsf(x), real(Half::TO_FIXED))) + (word_x & 8191u);
+    const u32 b = bits(multiply_down(fabsf(y), real(Half::TO_FIXED))) + (word_y & 8191u);
+    return high_halves((bits(x) & 0x80000000u) | a << 3, (bits(y) & 0x80000000u) | b << 3);
 }
 
 // The lane's values in the format, and its blocks' scales in `scales`, where rows 2g and 2g + 1 of 16 lie.
-// `words(r, e)` are the Random ones of elements e .. e + 3 of row r. Values and maxima of a packed format
-// have been tamed; `head` is NVFP4's scale.
-template <int FORMAT, bool STOCHASTICALLY, int RUN, class Words>
+// `words(r, e)` are the Random ones of elements e .. e + 3 of row r; `head` is NVFP4's scale. Values for fp16
+// by chance have been tamed. Without BEYOND none is finite and larger than LARGEST.
+template <int FORMAT, bool STOCHASTICALLY, bool BEYOND, int RUN, class Words>
 DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
                    const float (&largest)[2][Tile<FORMAT, RUN>::BLOCKS], float head, unsigned char* scales,
                    int c, Words words) {
@@ -301,28 +306,27 @@ DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
 #pragma unroll
         for (int block = 0; block < T::BLOCKS; block++) {
             if (!T::PACKED) continue;
-            const float a = largest[r][block];
-            const bool finite = a <= FINITE;
+            const bool finite = largest[r][block] <= FINITE;
+            const float a = finite ? fminf(largest[r][block], LARGEST) : 0.f;
             const int at = block_of<FORMAT, RUN>(c, block);
             float scale = 1.f;
+            u32 code = 0;
             if (FORMAT == NVFP4) {
-                const u32 code = scale_code(finite ? a : 0.f, inverse_head);
+                code = scale_code(a, inverse_head);
                 scale = value_of_e4m3(0, code);
                 divisors[block] = divisor_of(scale, inverse_head);
-                scale *= head;
-                if (first) scales[r * T::SCALE_BYTES + at] = (unsigned char)(finite ? code : 0x7f);
+                scale *= head, code = finite ? code : 0x7f;
             } else if (FORMAT == INT8) {
-                scale = divisors[block].number = fmaxf(finite ? a / 127.f : 0.f, LEAST);
+                scale = divisors[block].number = fmaxf(a / 127.f, LEAST);
             } else {
                 const int n = exponent_for(a, FORMAT == FP8 ? 448.f : 6.f);
-                scale = two_to(n);
+                scale = two_to(n), code = finite ? n + 127 : 255;
                 divisors[block].power = two_to(-n);
-                if (FORMAT == MXFP4 && first)
-                    scales[r * T::SCALE_BYTES + at] = (unsigned char)(finite ? n + 127 : 255);
             }
             tile.scales[r][block] = finite ? scale : real(NAN_BITS);
-            if ((FORMAT == FP8 || FORMAT == INT8) && first)
-                *(float*)(scales + r * T::SCALE_BYTES) = tile.scales[r][block];
+            if (!first) continue;
+            if (FORMAT == NVFP4 || FORMAT == MXFP4) scales[r * T::SCALE_BYTES + at] = (unsigned char)code;
+            else *(float*)(scales + r * T::SCALE_BYTES) = tile.scales[r][block];
         }
 #pragma unroll
         for (int i = 0; i < BITS; i++) tile.codes[r][i] = 0;
@@ -334,20 +338,33 @@ DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
             for (int i = 0; i < 4; i++) {
                 const int e = 4 * four + i;
                 const float y = x[r][e];
-                u32 code;
-                if (FORMAT == FP32) code = bits(y);
-                else if (FORMAT == BF16) code = float_to_bfloat(y);
-                else if (FORMAT == FP16)
-                    code = STOCHASTICALLY ? stochastic_code_of_half(y, random.w[i]) : narrow(y, FP16);
-                else {
+                u32 code = 0;
+                if (FORMAT == FP32) {
+                    code = bits(y);
+                } else if (FORMAT == FP16 && STOCHASTICALLY) {
+                    if (i % 2) code = stochastic_pair(x[r][e - 1], y, random.w[i - 1], random.w[i]);
+                } else if (FORMAT <= FP16) {
+                    code = (u32)narrow(y, FORMAT) << e * BITS % 32;
+                } else {
+                    const float size = BEYOND ? fminf(fabsf(y), LARGEST) : fabsf(y);
                     float q;
-                    if (FORMAT == NVFP4) q = quotient(y, divisors[e / T::SPAN]);
-                    else if (FORMAT == INT8) q = y / divisors[0].number;
-                    else q = multiply_flushed(y, divisors[e / T::SPAN].power);
-                    code = code_of<FORMAT, STOCHASTICALLY>(y, q, random.w[i]);
+                    if (FORMAT == INT8) q = size / divisors[0].number;
+                    else if (FORMAT != NVFP4) q = multiply_flushed(size, divisors[e / T::SPAN].power);
+                    else if (STOCHASTICALLY) q = quotient(size, divisors[e / T::SPAN]);
+                    else q = near_quotient(size, divisors[e / T::SPAN]);
+                    code = code_of<FORMAT, STOCHASTICALLY>(y, q, random.w[i]) << e * BITS % 32;
                 }
-                tile.codes[r][e * BITS / 32] |= code << e * BITS % 32;
+                tile.codes[r][e * BITS / 32] |= code;
             }
+        }
+#pragma unroll
+        for (int block = 0; block < T::BLOCKS; block++) {  // of one that is NaN they are zero
+            if (!T::PACKED) continue;
+            constexpr int MINE = T::SPAN * BITS;
+            const u32 all = MINE < 32 ? (1u << MINE % 32) - 1 << block * MINE % 32 : 0xffffffffu;
+            const u32 kept = largest[r][block] <= FINITE ? 0xffffffffu : ~all;
+#pragma unroll
+            for (int i = 0; i < (MINE + 31) / 32; i++) tile.codes[r][block * MINE / 32 + i] &= kept;
         }
     }
 }

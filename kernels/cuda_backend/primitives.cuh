@@ -213,6 +213,9 @@ DEVICE void store8_if(bool stored, void* p, uint2 x) {
         : "memory");
 }
 
+// The 128 bytes around p to the L2 cache.
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // 16 bytes to shared memory without registers; zeros where `inside` is false.
 DEVICE void copy_async(void* shared, const void* global, bool inside) {
     u32 to = (u32)__cvta_generic_to_shared(shared);

@@ -303,6 +303,7 @@ DEVICE void store8_if(bool stored, void* p, uint2 x) {
     if (stored && (uintptr_t)p % 8) abort();
     if (stored) memcpy(p, &x, 8);
 }
+DEVICE void prefetch(const void* p) { *(volatile const char*)p; }
 DEVICE void copy_async(void* to, const void* from, bool inside) {
     if (((uintptr_t)to | (inside ? (uintptr_t)from : 0)) % 16) abort();
     warp::lanes[warp::at].groups.back().push_back({to, from, inside});
