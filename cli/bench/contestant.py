@@ -20,7 +20,8 @@ class Setup:
 
     Attributes:
         case: the case.
-        states: `[layers, B, HV, V, K]` fp32, shared by the contestants one after the other.
+        states: `[layers, B, HV, V, K]` fp32, shared by the contestants one after the other; one that stores
+            another format keeps copies of its own.
         inputs: tokens and parameters, shared by the layers.
         backend: which of our backends.
         empty: start from empty rings, for checks; otherwise from the steady state's histories.

@@ -11,14 +11,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from platform import platform
 from tempfile import TemporaryFile
 from typing import Any
 
-from replayssm.cli.bench.cases import Case, Rows
+from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.contestants import contestants, package
 from replayssm.cli.bench.precisions import OURS
 from replayssm.cli.bench.worker import MARK
@@ -181,7 +181,7 @@ def execute(
     for case in cases:
         for kind in contestants(case, peers, precisions):
             group = groups.setdefault((package(kind), case.geometry), {})
-            group[case.tokens, kind.name] = replace(case, rows=Rows.MIXED)
+            group[case.tokens, kind.name] = case
     sound: dict[tuple[str, int, str], Sound] = {}
     lock = threading.Lock()
 

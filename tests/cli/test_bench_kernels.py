@@ -641,13 +641,31 @@ def test_wrong_packed_states_are_not_timed(kind: type[Ours], reason: str, geomet
     assert re.search(reason, str(checked.reason)), checked.reason
 
 
-def test_a_check_that_sees_nan_fails() -> None:
-    values = torch.ones(1, 1, 1, 16)
+@pytest.fixture
+def ones(tiny_geometries: None) -> tuple[copies.Copies, copies.CopiesReference]:
+    """States of ones in NVFP4 and fp16, and what a contestant must make of them whose every step flushes."""
+    case = Case("tiny-gdn", 1)
+    values = torch.ones(1, *case.layer.state_shape)
     stored = copies.Copies.of(values, NVFP4, torch.zeros(1, dtype=torch.int64))
-    case = replace(Case("gdn-hv64", 1))
-    reference = copies.CopiesReference(
-        small_setup(case, CPU, "torch").inputs, stored, Rounding.STOCHASTIC, lambda: torch.ones(1).bool()
-    )
+    inputs = small_setup(case, CPU, "torch").inputs
+    return stored, copies.CopiesReference(inputs, stored, Rounding.STOCHASTIC, lambda: torch.ones(1).bool())
+
+
+def test_a_fold_goes_on_from_what_the_last_one_has_stored(
+    ones: tuple[copies.Copies, copies.CopiesReference],
+) -> None:
+    """Without tokens a state may be off by a unit in the last place after each fold, not by two after one."""
+    stored, reference = ones
+    for units in (1, 2, 3, 5):
+        store_states(stored.state, torch.full(stored.state.shape, 1 + units * 2.0**-10), stored.read_state)
+        if units < 5:
+            reference.step(torch.zeros(1))
+    with pytest.raises(copies.WrongStates, match=r"is off by 0.0019 .* is at most 0.0012"):
+        reference.step(torch.zeros(1))
+
+
+def test_a_check_that_sees_nan_fails(ones: tuple[copies.Copies, copies.CopiesReference]) -> None:
+    stored, reference = ones
     assert isinstance(stored.state, torch.Tensor)
     stored.state.fill_(float("nan"))
     with pytest.raises(copies.WrongStates, match="is off by nan"):
