@@ -21,6 +21,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from replayssm.cli.bench import e2e, table
+from replayssm.cli.bench.targets import PRECISION_TARGETS
 from replayssm.cli.main import app
 from replayssm.cli.model_config import load_model_config
 from replayssm.cli.plan import Workload, make_plan
@@ -111,6 +112,17 @@ def kernels(results: Path = RESULTS) -> str:
             parts += [f"### {title}", table.markdown(lines)]
     parts += ["### Targets", table.markdown(table.targets(rows)), _kernels_source(path, record)]
     return "\n\n".join(parts) + "\n"
+
+
+def precision(results: Path = RESULTS) -> str:
+    """Times and drift of states in other formats than fp32; one line where none is recorded yet."""
+    try:
+        path = newest("precision", results)
+    except FileNotFoundError:
+        return "No run on a GPU is recorded yet.\n"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    tables = table.precisions(record["rows"]), table.targets(record["rows"], PRECISION_TARGETS)
+    return "\n\n".join([*map(table.markdown, tables), _kernels_source(path, record)]) + "\n"
 
 
 def requests_in_flight() -> str:
@@ -220,6 +232,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "launch-shapes": launch_shapes,
     "plan": plan,
+    "precision": precision,
     "requests-in-flight": requests_in_flight,
 }
 

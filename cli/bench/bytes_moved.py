@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.histories import Histories
 from replayssm.cli.bench.inputs import ACTIVATIONS
+from replayssm.cli.bench.precisions import folds_first
 from replayssm.core import traffic
+from replayssm.core.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -30,19 +32,23 @@ def conventional(case: Case) -> Moved:
     return Moved(case.batch * (moved.state_read + read_io), case.batch * (moved.state_write + written_io))
 
 
-def replay(case: Case, histories: Histories) -> Moved:
-    """The state is read once and written by the rows that flush, after `histories`' own share of flushes.
+def replay(case: Case, histories: Histories, precision: Precision = traffic.FP32) -> Moved:
+    """The read copy is read once and all copies written by the rows that flush, `histories`' own share.
+
+    Where folds come first they are a pass of their own, which reads the recurrence copy, for a delta rule the
+    read copy too, before the step reads the renewed one. `core.traffic` does not count that last read.
 
     Every live record is read, by rows that flush and by the others; dead records are not counted.
     """
-    layout = case.layout
+    layout, flushes = replace(case.layout, split=precision.split), histories.flush_share
     ring_read = histories.lengths.double().mean().item() * layout.record_bytes
-    state = traffic.state_bytes(case.layer, traffic.FP32)
+    folds = traffic.flush_read_bytes(case.layer, precision) if folds_first(precision) else 0
+    state_read = traffic.read_bytes(case.layer, precision) + flushes * folds
     written_io, read_io = _token_io(case)
     ring_write = case.tokens * layout.record_bytes
     return Moved(
-        case.batch * (state + ring_read + read_io),
-        case.batch * (histories.flush_share * state + ring_write + written_io),
+        case.batch * (state_read + ring_read + read_io),
+        case.batch * (flushes * traffic.copies_bytes(case.layer, precision) + ring_write + written_io),
     )
 
 

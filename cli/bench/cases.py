@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from fnmatch import fnmatch
 
 from replayssm.cli.errors import CommandError
@@ -37,6 +38,14 @@ VERIFY_BATCHES = (1, 8, 32, 256)
 LARGEST_BATCH = {"kda-96": 128}
 
 
+class Rows(StrEnum):
+    """Which rows a step has: those of a server, or of these the ones alone that do not flush, or that do."""
+
+    MIXED = "mixed"
+    QUIET = "quiet"
+    FLUSH = "flush"
+
+
 @dataclass(frozen=True)
 class Case:
     """One layer's step.
@@ -45,22 +54,25 @@ class Case:
         geometry: name in `GEOMETRIES`.
         batch: B, sequences of a step.
         tokens: T of each sequence, 1 in standard decoding.
+        rows: rows that flush at a server's share, none (`quiet`), or all.
     """
 
     geometry: str
     batch: int
     tokens: int = 1
+    rows: Rows = Rows.MIXED
 
     @property
     def name(self) -> str:
-        """`geometry/b<batch>/t<tokens>`."""
-        return f"{self.geometry}/b{self.batch}/t{self.tokens}"
+        """`geometry/b<batch>/t<tokens>`, and `/quiet` or `/flush` where rows are not a server's."""
+        kind = "" if self.rows is Rows.MIXED else f"/{self.rows}"
+        return f"{self.geometry}/b{self.batch}/t{self.tokens}{kind}"
 
     @classmethod
     def parse(cls, name: str) -> Case:
         """The case of a `name`."""
-        geometry, batch, tokens = name.split("/")
-        return cls(geometry, int(batch[1:]), int(tokens[1:]))
+        geometry, batch, tokens, *kind = name.split("/")
+        return cls(geometry, int(batch[1:]), int(tokens[1:]), *map(Rows, kind))
 
     @property
     def layer(self) -> LayerGeometry:
@@ -74,7 +86,7 @@ class Case:
 
     @property
     def layout(self) -> RingLayout:
-        """Our ring: bf16 activations, room for `tokens` drafts."""
+        """Our ring beside one copy of the state: bf16 activations, room for `tokens` drafts."""
         return RingLayout(self.layer, WINDOW, self.tokens)
 
 
@@ -85,6 +97,7 @@ def schedule(
     tokens: Sequence[int] = (),
     patterns: Sequence[str] = (),
     quick: bool = False,
+    rows: Sequence[str] = (),
 ) -> list[Case]:
     """The cases of a run, the large batches first: a run that is cut short has kept what counts most.
 
@@ -95,11 +108,16 @@ def schedule(
         tokens: exactly these numbers of tokens; 1, 4 and 8 by default.
         patterns: keep cases whose name matches one of these globs, such as `gdn-*/b256/*`.
         quick: batch sizes 1, 32 and 256 of the flagships, unless `batches` or `geometries` say otherwise.
+        rows: kinds of rows, names of `Rows`; those of a server by default.
 
     Raises:
         CommandError: nothing is left, or a name is unknown.
     """
-    for kind, names, known in (("rule", rules, list(Rule)), ("geometry", geometries, list(GEOMETRIES))):
+    for kind, names, known in (
+        ("rule", rules, list(Rule)),
+        ("geometry", geometries, list(GEOMETRIES)),
+        ("rows", rows, list(Rows)),
+    ):
         for name in names:
             if name not in known:
                 raise CommandError(f"unknown {kind} {name!r}: expected one of {', '.join(known)}")
@@ -110,11 +128,12 @@ def schedule(
         raise CommandError(f"tokens must be at most the window L={WINDOW}, got {max(tokens)}")
     names = geometries or (FLAGSHIPS if quick else tuple(GEOMETRIES))
     cases = [
-        Case(name, batch, count)
+        Case(name, batch, count, Rows(kind))
         for name in names
         for count in tokens or (1, 4, 8)
         if count == 1 or name in FLAGSHIPS or name in geometries
         for batch in batches or _batches(name, count, quick)
+        for kind in rows or (Rows.MIXED,)
     ]
     cases = [case for case in cases if not rules or case.rule in rules]
     cases = [case for case in cases if not patterns or any(fnmatch(case.name, p) for p in patterns)]

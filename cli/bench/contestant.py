@@ -10,7 +10,8 @@ import torch
 
 from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.histories import Histories
-from replayssm.cli.bench.inputs import ACTIVATIONS, Inputs
+from replayssm.cli.bench.inputs import ACTIVATIONS, Inputs, Reference
+from replayssm.core.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Setup:
 
     Attributes:
         case: the case.
-        states: `[layers, B, HV, V, K]` fp32, shared by the contestants one after the other.
+        states: `[layers, B, HV, V, K]` fp32, shared by the contestants one after the other; one that stores
+            another format keeps copies of its own.
         inputs: tokens and parameters, shared by the layers.
         backend: which of our backends.
         empty: start from empty rings, for checks; otherwise from the steady state's histories.
@@ -58,12 +60,14 @@ class Contestant(ABC):
 
     Attributes:
         name: the record's `impl`.
+        precision: the formats of its states.
         replay: whether it keeps a ring, so that its bytes are those of replay.
         histories: what its rows start from; `None` without a ring.
         out: `[B, T, HV, V]`, the outputs of the last step.
     """
 
     name: str
+    precision = Precision()
     replay = False
     histories: Histories | None = None
     out: torch.Tensor
@@ -107,6 +111,10 @@ class Contestant(ABC):
 
     def advance(self, accepted: torch.Tensor) -> None:  # noqa: B027
         """End a step for real: `accepted` (`[B]` int32) tokens of each row stay."""
+
+    def reference(self) -> Reference:
+        """What a check compares it with, from the states as they are now."""
+        return Reference(self.setup.inputs, self.setup.states[0])
 
     def steps(self) -> int:
         """Steps that a check follows, enough for a flush."""

@@ -5,25 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replayssm.cli.bench import peer_fla, peer_flashinfer, peer_sglang
-from replayssm.cli.bench.cases import Case
+from replayssm.cli.bench.cases import Case, Rows
 from replayssm.cli.bench.contestant import Contestant
-from replayssm.cli.bench.ours import Ours
+from replayssm.cli.bench.ours import Ours, ours_in
+from replayssm.cli.bench.precisions import is_ours, precision_of
+from replayssm.core.precision import Precision
 
 PEERS = ("sglang", "flashinfer", "fla")
 """Packages whose kernels can be timed beside ours."""
 
 
-def contestants(case: Case, peers: Sequence[str] = PEERS) -> list[type[Contestant]]:
-    """Ours, then those of `peers`, whether or not they can take part."""
+def contestants(
+    case: Case, peers: Sequence[str] = PEERS, precisions: Sequence[Precision] = ()
+) -> list[type[Contestant]]:
+    """Ours, in fp32 and in these precisions, then those of `peers`, whether or not they can take part.
+
+    Peers have flush rules of their own, so they take part with a server's rows only.
+    """
+    ours: list[type[Contestant]] = [Ours, *map(ours_in, precisions)]
+    if case.rows is not Rows.MIXED:
+        return ours
     ring = peer_sglang.Replay if case.tokens == 1 else peer_sglang.ReplayVerify
     theirs: dict[str, list[type[Contestant]]] = {
         "sglang": [peer_sglang.Conventional, ring],
         "flashinfer": [peer_flashinfer.Conventional, peer_flashinfer.Checkpointing],
         "fla": [peer_fla.FusedRecurrent],
     }
-    return [Ours, *(kind for peer in peers for kind in theirs[peer])]
+    return [*ours, *(kind for peer in peers for kind in theirs[peer])]
+
+
+def named(case: Case, impl: str) -> type[Contestant]:
+    """The contestant of a name."""
+    precisions = [precision_of(impl)] if is_ours(impl) else []
+    return next(kind for kind in contestants(case, PEERS, precisions) if kind.name == impl)
 
 
 def package(kind: type[Contestant]) -> str:
-    """`ours`, or which of `PEERS` a contestant belongs to."""
-    return kind.name.split("-")[0]
+    """Which of `PEERS` a contestant belongs to; ours by name, each precision for itself."""
+    return kind.name if is_ours(kind.name) else kind.name.split("-")[0]

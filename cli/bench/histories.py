@@ -47,9 +47,25 @@ def standard(batch: int, window: int, first: int = 1) -> Histories:
         window: L.
         first: shortest history; 1 where a flush keeps the step's own token in the ring, 0 where it folds it.
     """
-    phases = window // gcd(batch, window)
+    return _evenly(batch, first, first + window - 1, 1 / window)
+
+
+def quiet(batch: int, tokens: int, window: int) -> Histories:
+    """Rows of which none flushes: every length that a flush may leave to `L - T`, each as often."""
+    longest = window - tokens
+    return _evenly(batch, min(1, longest), longest, 0.0)
+
+
+def flushing(batch: int, tokens: int, window: int) -> Histories:
+    """Rows that all flush: every length from `L - T + 1` to L, each as often."""
+    return _evenly(batch, window - tokens + 1, window, 1.0)
+
+
+def _evenly(batch: int, shortest: int, longest: int, flush_share: float) -> Histories:
+    lengths = longest - shortest + 1
+    phases = lengths // gcd(batch, lengths)
     row = torch.arange(phases * batch, dtype=torch.int32).view(phases, batch)
-    return Histories(row % window + first, 1 / window)
+    return Histories(row % lengths + shortest, flush_share)
 
 
 def ours_policy(tokens: int, window: int) -> Policy:

@@ -80,31 +80,40 @@ class Inputs:
 
 
 class Reference:
-    """The recurrence, token by token in fp32."""
+    """The recurrence, token by token, in fp32 unless asked otherwise.
 
-    def __init__(self, inputs: Inputs, state: torch.Tensor) -> None:
+    Attributes:
+        state: `[B, HV, V, K]`, after the tokens that rows have kept; never changed in place.
+    """
+
+    def __init__(self, inputs: Inputs, state: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
         """`state`: `[B, HV, V, K]`, copied."""
         self._inputs = inputs
-        self._state = state.float().clone()
+        self._parameters = {name: tensor.to(dtype) for name, tensor in inputs.parameters.items()}
+        self.state = state.to(dtype, copy=True)
 
     def step(self, accepted: torch.Tensor) -> torch.Tensor:
-        """Outputs `[B, T, HV, V]` fp32 of the inputs' tokens; the state then holds `accepted` of them.
+        """Outputs `[B, T, HV, V]` of the inputs' tokens; the state then holds `accepted` of them.
 
         Args:
             accepted: `[B]` int, tokens that each row keeps.
         """
         one = self._mamba2 if self._inputs.rule is Rule.MAMBA2 else self._delta
-        tokens = {name: tensor.float() for name, tensor in self._inputs.tokens.items()}
-        kept, state, outputs = self._state, self._state, []
+        tokens = {name: tensor.to(self.state.dtype) for name, tensor in self._inputs.tokens.items()}
+        kept, state, outputs = self.state, self.state, []
         for t in range(next(iter(tokens.values())).shape[1]):
             state, output = one(state, {name: tensor[:, t] for name, tensor in tokens.items()})
             kept = torch.where((accepted > t)[:, None, None, None], state, kept)
             outputs.append(output)
-        self._state = kept
+        self.state = kept
         return torch.stack(outputs, 1)
 
+    def restart(self, rows: torch.Tensor, state: torch.Tensor) -> None:
+        """Go on from `state` (`[B, HV, V, K]`) in these rows (`[B]` bool)."""
+        self.state = torch.where(rows[:, None, None, None], state.to(self.state.dtype), self.state)
+
     def _mamba2(self, state: torch.Tensor, t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        p = self._inputs.parameters
+        p = self._parameters
         repeat = state.shape[1] // t["B"].shape[1]
         key, query = t["B"].repeat_interleave(repeat, 1), t["C"].repeat_interleave(repeat, 1)
         dt = softplus(t["dt"] + p["dt_bias"])
@@ -113,7 +122,7 @@ class Reference:
         return state, (state * query[:, :, None]).sum(-1) + p["D"][:, None] * t["x"]
 
     def _delta(self, state: torch.Tensor, t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        p = self._inputs.parameters
+        p = self._parameters
         repeat = state.shape[1] // t["k"].shape[1]
         query, key = (normalize(t[name], dim=-1, eps=1e-6).repeat_interleave(repeat, 1) for name in "qk")
         rate = p["A_log"].exp()[:, None] if t["a"].dim() == 3 else p["A_log"].exp()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from replayssm.cli.bench import table
-from replayssm.cli.bench.cases import BATCHES, GEOMETRIES, MODELS, schedule
+from replayssm.cli.bench import precisions, table
+from replayssm.cli.bench.cases import BATCHES, GEOMETRIES, MODELS, Rows, schedule
 from replayssm.cli.bench.contestants import PEERS
 from replayssm.cli.bench.run import Run, Start, command_line, execute, start_worker
 from replayssm.cli.errors import CommandError
@@ -31,6 +31,15 @@ def parser() -> argparse.ArgumentParser:
         "--batch", type=numbers, default=(), help=f"sequences, such as 1,32,256; by default {BATCHES}"
     )
     options.add_argument("--tokens", type=numbers, default=(), help="T of a step; by default 1,4,8")
+    options.add_argument(
+        "--rows", type=words, default=(), metavar="ROWS",
+        help=f"of {', '.join(Rows)}: a server's by default, or those alone that do not flush, or that do; "
+        "peers are timed with a server's",
+    )  # fmt: skip
+    options.add_argument(
+        "--precision", type=words, default=(), metavar="PRECISIONS",
+        help="formats of states besides fp32, such as nvfp4/fp16+sr,fp8/fp16+sr",
+    )  # fmt: skip
     options.add_argument("--cases", type=words, default=(), help="globs on names, such as 'gdn-*/b256/*'")
     options.add_argument("--peers", type=words, default=PEERS, help=f"of {', '.join(PEERS)}, or none")
     options.add_argument("--backend", choices=NAMES, default="auto", help="of our kernels")
@@ -48,14 +57,17 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: St
         start: starts a worker.
 
     Raises:
-        CommandError: no GPU, no such case, or our kernels can't run.
+        CommandError: no GPU, no such case or precision, or our kernels can't run.
     """
     given = parser().parse_args(arguments)
     peers = [] if list(given.peers) == ["none"] else list(given.peers)
     for peer in peers:
         if peer not in PEERS:
             raise CommandError(f"unknown peer {peer!r}: expected some of {', '.join(PEERS)}, or none")
-    cases = schedule(given.rule, given.geometry, given.batch, given.tokens, given.cases, given.quick)
+    stored = precisions.parse(given.precision)
+    cases = schedule(
+        given.rule, given.geometry, given.batch, given.tokens, given.cases, given.quick, given.rows
+    )
     if start is start_worker and not torch.cuda.is_available():
         raise CommandError(
             "kernels are timed on a CUDA device and this machine has none that torch can use; run it on a "
@@ -69,11 +81,10 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: St
         if given.json is not None:
             run.write(given.json, command)
 
-    run = execute(cases, peers, given.backend, given.quick, say, keep, start)
-    say("")
-    say(table.text(table.times(run.rows)))
-    say("")
-    say(table.text(table.targets(run.rows)))
+    run = execute(cases, peers, given.backend, given.quick, say, keep, start, stored)
+    for lines in table.tables(run.rows):
+        say("")
+        say(table.text(lines))
 
 
 def words(text: str) -> tuple[str, ...]:

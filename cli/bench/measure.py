@@ -11,9 +11,10 @@ import torch
 from replayssm.cli.bench import bytes_moved
 from replayssm.cli.bench.cases import WINDOW, Case
 from replayssm.cli.bench.contestant import Contestant, Setup
-from replayssm.cli.bench.inputs import Inputs, Reference
+from replayssm.cli.bench.inputs import Inputs
 from replayssm.cli.bench.timing import SNAPSHOTS, STATES, Bandwidth, Clock, layers
-from replayssm.core import traffic
+from replayssm.core import formats, traffic
+from replayssm.core.precision import Precision
 
 TOLERANCE = 0.02
 """Largest error, as a share of the largest output, of a contestant that is timed: bf16 rounds by 0.004."""
@@ -85,10 +86,11 @@ def describe(problem: Exception) -> str:
 
 
 def _shapes(kind: type[Contestant], case: Case, device: torch.device, backend: str) -> list[str]:
-    return kind(_small_setup(case, device, backend)).shapes()
+    return kind(small_setup(case, device, backend)).shapes()
 
 
-def _small_setup(case: Case, device: torch.device, backend: str) -> Setup:
+def small_setup(case: Case, device: torch.device, backend: str) -> Setup:
+    """One layer from empty rings, with states, parameters and first tokens that are always the same."""
     generator = torch.Generator(device).manual_seed(1)
     states = (
         torch.rand((1, case.batch, *case.layer.state_shape), generator=generator, device=device) * 0.2 - 0.1
@@ -105,10 +107,10 @@ def _snapshot_bytes(case: Case) -> int:
 
 def _error(kind: type[Contestant], case: Case, shape: str, device: torch.device, backend: str) -> float:
     """Largest error over the steps of a check; NaN counts as infinite."""
-    setup = _small_setup(case, device, backend)
+    setup = small_setup(case, device, backend)
     contestant = kind(setup)
     contestant.select(shape)
-    reference = Reference(setup.inputs, setup.states[0])
+    reference = contestant.reference()
     tokens = torch.Generator(device).manual_seed(2)
     drawn = torch.Generator().manual_seed(3)
     worst = 0.0
@@ -145,19 +147,21 @@ class Room:
     snapshots: torch.Tensor
 
     @classmethod
-    def allocate(cls, cases: Sequence[Case], device: torch.device) -> Room:
-        """Room for any of `cases`."""
-        states = max(_layers(case) * case.batch * case.layer.state_elements for case in cases)
-        snapshots = max(_snapshot_bytes(case) for case in cases)
+    def allocate(cls, jobs: Sequence[tuple[Case, Precision]], device: torch.device) -> Room:
+        """Room for any of these cases with states in these precisions."""
+        states = max(
+            _layers(case, precision) * case.batch * case.layer.state_elements for case, precision in jobs
+        )
+        snapshots = max(_snapshot_bytes(case) for case, _ in jobs)
         if snapshots:
             snapshots = max(snapshots, min(SNAPSHOTS, 16 * snapshots))
         return cls(
             torch.empty(states, device=device), torch.empty(snapshots, dtype=torch.uint8, device=device)
         )
 
-    def setup(self, case: Case, backend: str) -> Setup:
-        """A setup in the steady state, with new random states."""
-        count = _layers(case)
+    def setup(self, case: Case, backend: str, precision: Precision = traffic.FP32) -> Setup:
+        """A setup in the steady state, with new random states, of layers for states in `precision`."""
+        count = _layers(case, precision)
         shape = (count, case.batch, *case.layer.state_shape)
         states = self.states[: torch.Size(shape).numel()].view(shape)
         states.uniform_(-0.1, 0.1)
@@ -165,10 +169,11 @@ class Room:
         return Setup(case, states, inputs, backend, snapshots=self.snapshots)
 
 
-def _layers(case: Case) -> int:
+def _layers(case: Case, precision: Precision) -> int:
     state = case.batch * traffic.state_bytes(case.layer, traffic.FP32)
     assert state <= STATES // 4, f"{case.name} needs {state / 2**30:.1f} GiB a layer"
-    return layers(state, case.batch * case.layout.bytes_per_slot)
+    read = case.batch * formats.state_bytes(precision.read, case.layer.state_shape)
+    return layers(state, case.batch * case.layout.bytes_per_slot, read)
 
 
 def measure(
@@ -199,7 +204,7 @@ def measure(
     Raises:
         RuntimeError: no launch shape could be timed.
     """
-    contestant = kind(room.setup(case, backend))
+    contestant = kind(room.setup(case, backend, kind.precision))
     contestant.load()
     shapes = [shape for shape in contestant.shapes() if shape in errors]
     tried: dict[str, float] = {}
@@ -217,7 +222,7 @@ def measure(
     contestant.select(best)
     timing = clock(contestant, 8 if quick else 24)
     if contestant.replay and contestant.histories is not None:
-        moved = bytes_moved.replay(case, contestant.histories)
+        moved = bytes_moved.replay(case, contestant.histories, kind.precision)
     else:
         moved = bytes_moved.conventional(case)
     row: dict[str, Any] = {
@@ -227,8 +232,9 @@ def measure(
         "batch": case.batch,
         "T": case.tokens,
         "window": WINDOW,
-        "read": "fp32",
-        "recurrence": "fp32",
+        "read": kind.precision.read,
+        "recurrence": kind.precision.recurrence,
+        "rounding": kind.precision.rounding.value,
         "impl": kind.name,
         "us": round(timing.us, 3),
         "bytes": round(moved.total),

@@ -20,9 +20,11 @@ from typing import Any
 
 from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.contestants import contestants, package
+from replayssm.cli.bench.precisions import OURS
 from replayssm.cli.bench.worker import MARK
 from replayssm.cli.errors import CommandError
 from replayssm.cli.record import ROOT, commit
+from replayssm.core.precision import Precision
 
 CHECKERS = 12
 """Check processes at a time."""
@@ -45,6 +47,7 @@ class Run:
         bandwidth: measured `copy` and `read`, TB/s.
         gpu: the GPU's name.
         versions: of everything that was used.
+        topic: the record's; `precision` where ours was timed in more than fp32.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -52,11 +55,12 @@ class Run:
     bandwidth: dict[str, float] = field(default_factory=dict)
     gpu: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    topic: str = "kernels"
 
     def record(self, command: str) -> dict[str, Any]:
-        """The record of topic `kernels`, as `bench/results` keeps it."""
+        """The record, as `bench/results` keeps it."""
         return {
-            **heading("kernels", self.gpu, self.versions, command),
+            **heading(self.topic, self.gpu, self.versions, command),
             "bandwidth_tbps": self.bandwidth,
             "skipped": self.skipped,
             "rows": self.rows,
@@ -65,6 +69,22 @@ class Run:
     def write(self, path: Path, command: str) -> None:
         """Write the record."""
         write_whole(path, self.record(command))
+
+
+@dataclass(frozen=True)
+class Sound:
+    """What a check has found of a contestant that may be timed.
+
+    Attributes:
+        errors: largest error of each launch shape that may be timed.
+        drift: of ours, see `drift`.
+    """
+
+    errors: dict[str, float]
+    drift: float | None = None
+
+
+Job = tuple[Case, str, Sound]
 
 
 def heading(topic: str, gpu: str | None, versions: dict[str, str], command: str) -> dict[str, Any]:
@@ -138,6 +158,7 @@ def execute(
     say: Callable[[str], None] = print,
     keep: Callable[[Run], None] = lambda run: None,
     start: Start = start_worker,
+    precisions: Sequence[Precision] = (),
 ) -> Run:
     """Check, then time.
 
@@ -149,28 +170,33 @@ def execute(
         say: prints a line.
         keep: called whenever a row has been added.
         start: starts a worker.
+        precisions: formats of states that ours is timed with, besides fp32.
 
     Raises:
         CommandError: our own kernels can't be timed.
     """
-    run = Run()
-    # A check's outcome holds for every batch size of a geometry and number of tokens.
-    groups: dict[tuple[str, str], list[tuple[Case, str]]] = {}
-    for case in {(case.geometry, case.tokens): case for case in cases}.values():
-        for kind in contestants(case, peers):
-            groups.setdefault((package(kind), case.geometry), []).append((case, kind.name))
-    sound: dict[tuple[str, int, str], dict[str, float]] = {}
+    run = Run(topic="precision" if precisions else "kernels")
+    # A check's outcome holds for every batch size and kind of rows of a geometry and number of tokens.
+    groups: dict[tuple[str, str], dict[tuple[int, str], Case]] = {}
+    for case in cases:
+        for kind in contestants(case, peers, precisions):
+            group = groups.setdefault((package(kind), case.geometry), {})
+            group[case.tokens, kind.name] = case
+    sound: dict[tuple[str, int, str], Sound] = {}
     lock = threading.Lock()
 
-    def check(jobs: list[tuple[Case, str]]) -> None:
+    def check(group: dict[tuple[int, str], Case]) -> None:
+        jobs = [(case, impl) for (_, impl), case in group.items()]
         for case, impl, outcome in _check_group(jobs, backend, start):
             with lock:
                 run.versions |= outcome.get("versions", {})
                 errors, reason = outcome.get("errors"), outcome["reason"]
                 if errors:
-                    sound[case.geometry, case.tokens, impl] = errors
+                    found = Sound(errors, outcome.get("drift"))
+                    sound[case.geometry, case.tokens, impl] = found
+                    drift = "" if found.drift is None else f", drift {found.drift:.2g}"
                     worst = max(errors.values())
-                    say(f"checked {case.geometry} T={case.tokens} {impl}: error {worst:.2g}")
+                    say(f"checked {case.geometry} T={case.tokens} {impl}: error {worst:.2g}{drift}")
                 else:
                     name = f"{case.geometry}/*/t{case.tokens}"
                     run.skipped.append({"case": name, "impl": impl, "reason": reason})
@@ -178,13 +204,13 @@ def execute(
 
     with ThreadPoolExecutor(CHECKERS) as pool:
         list(pool.map(check, groups.values()))
-    if not any(impl == "ours" for _, _, impl in sound):
-        reasons = {entry["reason"] for entry in run.skipped if entry["impl"] == "ours"}
+    if not any(impl == OURS for _, _, impl in sound):
+        reasons = {entry["reason"] for entry in run.skipped if entry["impl"] == OURS}
         raise CommandError(f"our kernels can't be timed with backend {backend!r}: {'; '.join(reasons)}")
     jobs = [
         (case, kind.name, sound[case.geometry, case.tokens, kind.name])
         for case in cases
-        for kind in contestants(case, peers)
+        for kind in contestants(case, peers, precisions)
         if (case.geometry, case.tokens, kind.name) in sound
     ]
     _time(jobs, run, backend, quick, say, keep, start)
@@ -214,7 +240,7 @@ def _ending(message: Message) -> str:
 
 
 def _time(
-    jobs: list[tuple[Case, str, dict[str, float]]],
+    jobs: list[Job],
     run: Run,
     backend: str,
     quick: bool,
@@ -231,7 +257,7 @@ def _time(
             "backend": backend,
             "quick": quick,
             "jobs": [[case.name, impl] for case, impl, _ in left],
-            "errors": [errors for _, _, errors in left],
+            "errors": [found.errors for _, _, found in left],
         }
         for message in start(orders, TIME_SILENCE):
             if "bandwidth" in message:
@@ -240,8 +266,9 @@ def _time(
                 rates = ", ".join(f"{name} {rate:.2f}" for name, rate in run.bandwidth.items())
                 say(f"{run.gpu}: {rates} TB/s")
             elif "row" in message:
-                left.pop(0)
-                run.rows.append(message["row"])
+                _, _, found = left.pop(0)
+                drift = {} if found.drift is None else {"drift": float(f"{found.drift:.3g}")}
+                run.rows.append(message["row"] | drift)
                 say(line(message["row"]))
             elif "failed" in message or ("ended" in message and left):
                 case, impl, _ = left.pop(0)
@@ -260,7 +287,7 @@ def line(row: dict[str, Any]) -> str:
     flush = "" if row["flush_share"] is None else f", flush share {row['flush_share']:.2f}"
     launch = "" if row["launch"] == "default" else f", {row['launch']}"
     return (
-        f"{row['case']:24} {row['impl']:24} {row['us']:9.2f} us  "
+        f"{row['case']:28} {row['impl']:24} {row['us']:9.2f} us  "
         f"{row['bandwidth_fraction']:4.0%} of the bandwidth{flush}{launch}"
     )
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replayssm.cli.bench.cases import FLAGSHIPS, Case
+from replayssm.cli.bench.cases import FLAGSHIPS, Case, Rows
+from replayssm.cli.bench.precisions import OURS, is_ours
 
 BEST = "best peer"
 """In place of an implementation: the fastest of all others."""
@@ -25,6 +26,7 @@ class Target:
         against: an implementation, `BEST` or `BANDWIDTH`.
         least: the ratio of its time to ours, or the share of bandwidth, that is asked for.
         other: the case whose time is compared with ours; by default the same.
+        ours: which of ours it is about.
     """
 
     text: str
@@ -32,13 +34,14 @@ class Target:
     against: str
     least: float
     other: str | None = None
+    ours: str = OURS
 
 
 def _cases(
-    geometries: Iterable[str], batches: Iterable[int], tokens: Iterable[int] = (1,)
+    geometries: Iterable[str], batches: Iterable[int], tokens: Iterable[int] = (1,), rows: Rows = Rows.MIXED
 ) -> tuple[str, ...]:
     sizes, counts = tuple(batches), tuple(tokens)
-    return tuple(Case(name, batch, t).name for name in geometries for t in counts for batch in sizes)
+    return tuple(Case(name, batch, t, rows).name for name in geometries for t in counts for batch in sizes)
 
 
 TARGETS: tuple[Target, ...] = (
@@ -77,6 +80,22 @@ TARGETS: tuple[Target, ...] = (
     Target("all rules, T = 1, 4 and 8", _cases(FLAGSHIPS, [256], [1, 4, 8]), BANDWIDTH, 0.90),
 )
 
+NVFP4, FP8 = "ours nvfp4/fp16+sr", "ours fp8/fp16+sr"
+_LAYERS = ("mamba2-128x64", "gdn-hv64")
+_STEP, _QUIET = _cases(_LAYERS, [256]), _cases(_LAYERS, [256], rows=Rows.QUIET)
+_FLUSH, _VERIFY = _cases(_LAYERS, [256], rows=Rows.FLUSH), _cases(_LAYERS, [256], [4])
+
+PRECISION_TARGETS: tuple[Target, ...] = (
+    Target("no flush, NVFP4 read", _QUIET, OURS, 3.8, ours=NVFP4),
+    Target("no flush, fp8 read", _QUIET, OURS, 2.8, ours=FP8),
+    Target("T = 1, NVFP4 read, fp16 with SR", _STEP, OURS, 3.3, ours=NVFP4),
+    Target("T = 1, NVFP4 read, fp16 with SR", _STEP, "sglang", 6.0, ours=NVFP4),
+    Target("T = 4, NVFP4 read, fp16 with SR", _VERIFY, "sglang", 9.0, ours=NVFP4),
+    Target("all flush, fp16 with SR", _FLUSH, "ours fp16", 1 / 1.15, ours="ours fp16+sr"),
+    Target("all flush, NVFP4 read, fp16 with SR", _FLUSH, "ours nvfp4/fp16", 1 / 1.15, ours=NVFP4),
+)
+"""Of states in other formats than fp32, on the flagships of Mamba-2 and GDN."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -112,19 +131,26 @@ def by_case(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Mapping[st
 
 
 def best_peer(row_by_impl: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The fastest row that is not ours."""
-    others = [row for impl, row in row_by_impl.items() if impl != "ours"]
+    """The fastest row that is not ours, in any precision."""
+    others = [row for impl, row in row_by_impl.items() if not is_ours(impl)]
     return min(others, key=lambda row: row["us"], default=None)
 
 
-def outcomes(rows: Iterable[Mapping[str, Any]], targets: Sequence[Target] = TARGETS) -> list[Outcome]:
-    """Every target in each of its cases, in order."""
+def asked(rows: Iterable[Mapping[str, Any]]) -> tuple[Target, ...]:
+    """The targets that a record is held to; those of precisions where it has one of these."""
+    stored = any(is_ours(row["impl"]) and row["impl"] != OURS for row in rows)
+    return (*TARGETS, *PRECISION_TARGETS) if stored else TARGETS
+
+
+def outcomes(rows: Sequence[Mapping[str, Any]], targets: Sequence[Target] | None = None) -> list[Outcome]:
+    """Every target, by default of those that are `asked`, in each of its cases, in order."""
     times = by_case(rows)
+    targets = asked(rows) if targets is None else targets
     return [_outcome(target, case, times) for target in targets for case in target.cases]
 
 
 def _outcome(target: Target, case: str, times: Times) -> Outcome:
-    ours = times.get(case, {}).get("ours")
+    ours = times.get(case, {}).get(target.ours)
     if target.against == BANDWIDTH:
         return Outcome(target, case, None if ours is None else ours["bandwidth_fraction"], BANDWIDTH)
     rows = times.get(target.other or case, {})

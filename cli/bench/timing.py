@@ -43,14 +43,17 @@ class Clock(Protocol):
         """At least `replays` replays, spread over the contestant's phases."""
 
 
-def layers(state_bytes: int, ring_bytes: int) -> int:
+def layers(state_bytes: int, ring_bytes: int, read_bytes: int | None = None) -> int:
     """Layers of a graph: enough to leave the cache cold, 16 where memory allows, at least 4.
 
     Args:
-        state_bytes: of one layer, for the whole batch.
+        state_bytes: of one layer in fp32, for the whole batch.
         ring_bytes: of one layer's ring, for the whole batch.
+        read_bytes: of what a step reads of the states, where they are stored in another format.
     """
-    wanted = min(max(-(-COLD // state_bytes), 16), 128)
+    read_bytes = read_bytes or state_bytes
+    most = 128 * state_bytes // read_bytes
+    wanted = min(max(-(-COLD // read_bytes), 16), most)
     return max(4, min(wanted, STATES // (state_bytes + ring_bytes)))
 
 

@@ -15,9 +15,10 @@ from typing import Any, TextIO
 import torch
 
 from replayssm.cli.bench.cases import Case
-from replayssm.cli.bench.contestant import Contestant
-from replayssm.cli.bench.contestants import PEERS, contestants
+from replayssm.cli.bench.contestants import named
+from replayssm.cli.bench.drift import drift
 from replayssm.cli.bench.measure import Room, check, describe, measure, synchronize
+from replayssm.cli.bench.ours import Ours
 from replayssm.cli.bench.packages import installed
 from replayssm.cli.bench.timing import bandwidth, graph_clock
 
@@ -54,19 +55,17 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _kind(case: Case, impl: str) -> type[Contestant]:
-    return next(kind for kind in contestants(case, PEERS) if kind.name == impl)
-
-
 def _check(orders: dict[str, Any], jobs: list[tuple[Case, str]], device: torch.device, say: Any) -> None:
     for case, impl in jobs:
-        kind = _kind(case, impl)
-        reason, errors = kind.refuses(case), {}
+        kind = named(case, impl)
+        reason, errors, drifted = kind.refuses(case), {}, None
         if reason is None:
             checked = check(kind, case, device, orders["backend"])
             reason = checked.reason
             errors = {shape: checked.errors[shape] for shape in checked.sound}
-        say(checked=[case.name, impl], reason=reason, errors=errors, versions=kind.versions())
+            if errors and issubclass(kind, Ours):
+                drifted = drift(kind, case, device, orders["backend"])
+        say(checked=[case.name, impl], reason=reason, errors=errors, drift=drifted, versions=kind.versions())
         release(device)
 
 
@@ -83,15 +82,14 @@ def _time(orders: dict[str, Any], jobs: list[tuple[Case, str]], device: torch.de
             **installed("triton"),
         },
     )
-    room = Room.allocate([case for case, _ in jobs], device)
-    for (case, impl), errors in zip(jobs, orders["errors"], strict=True):
+    kinds = [(case, named(case, impl)) for case, impl in jobs]
+    room = Room.allocate([(case, kind.precision) for case, kind in kinds], device)
+    for (case, kind), errors in zip(kinds, orders["errors"], strict=True):
         try:
-            row = measure(
-                _kind(case, impl), case, room, graph_clock, band, errors, orders["backend"], orders["quick"]
-            )
+            row = measure(kind, case, room, graph_clock, band, errors, orders["backend"], orders["quick"])
         except Exception as problem:  # One row's trouble; where the GPU itself failed, this raises again.
             synchronize(device)
-            say(failed=[case.name, impl], reason=describe(problem))
+            say(failed=[case.name, kind.name], reason=describe(problem))
         else:
             say(row=row)
         release(device)

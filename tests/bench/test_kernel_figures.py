@@ -63,8 +63,27 @@ def test_tables_come_from_the_newest_record(figures: ModuleType, results: Path) 
     assert "- flashinfer: not for KDA" in text
 
 
+def test_precisions_have_tables_of_their_own(figures: ModuleType, results: Path) -> None:
+    path = results / "kernels-x-2026-01-02.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    before = figures.kernels(results)
+    packed = row("gdn-hv64", 256, "ours nvfp4/fp16+sr", 80.0) | {"bytes": 250e6, "drift": 3e-4}
+    plain = record["rows"][0] | {"read": "fp32", "bytes": 1.2e9}
+    record |= {"topic": "precision", "rows": [plain, record["rows"][1], packed]}
+    (results / "precision-x-2026-01-02.json").write_text(json.dumps(record), encoding="utf-8")
+    text = figures.precision(results)
+    assert "| gdn-hv64/b256/t1 | fp32 | 270.0 | 1.00 | 93% | 1200.0 | - |" in text
+    assert "| gdn-hv64/b256/t1 | nvfp4/fp16+sr | 80.0 | 3.38 | 93% | 250.0 | 3.0e-04 |" in text
+    assert "| T = 1, NVFP4 read, fp16 with SR | sglang | 6.00x | gdn-hv64/b256/t1 | 6.75x | 1 of 2 |" in text
+    assert "| no flush, NVFP4 read | ours | 3.80x | not measured | - | - |" in text
+    assert "best peer" not in text
+    assert "[precision-x-2026-01-02.json](../bench/results/precision-x-2026-01-02.json)" in text
+    assert figures.kernels(results) == before
+
+
 def test_without_a_record_nothing_is_claimed(figures: ModuleType, tmp_path: Path) -> None:
     assert figures.kernels(tmp_path) == "No run on a GPU is recorded yet.\n"
+    assert figures.precision(tmp_path) == "No run on a GPU is recorded yet.\n"
     figures.draw_kernels(tmp_path / "kernels.png", tmp_path)
     assert not (tmp_path / "kernels.png").exists()
 
