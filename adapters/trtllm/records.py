@@ -145,5 +145,7 @@ class Records(ABC):
         A = tuple(rates) or None
         if self.read_states is None:
             return LayerTable.build(self.rule, self.states, self.rings, A)
-        # No kernel of all layers takes read copies, so there are no addresses to keep on the device.
-        return LayerTable(self.rule, self.states, self.rings, A, self.read_states)
+        # No fold of all layers at once takes read copies, so of addresses there are the rings' alone.
+        table = LayerTable(self.rule, self.states, self.rings, A, self.read_states)
+        _ = table.ring_table.table
+        return table

@@ -12,7 +12,6 @@ not be before, so the copy is made anew in that step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 
 import torch
 
@@ -23,7 +22,7 @@ from replayssm.core.formats import allocate_states, state_tensors
 from replayssm.core.geometry import Rule
 from replayssm.core.layout import RingLayout
 from replayssm.core.rows import write_rows
-from replayssm.kernels import LayerTable, StepIndex
+from replayssm.kernels import StepIndex
 
 
 class Rings(Records):
@@ -85,6 +84,10 @@ class Rings(Records):
         self._before = nodes - 1
         self.parents = self._before.repeat(batch, 1)
         self._none_live = torch.zeros_like(self.cursors.history)
+        # For what applies no records, where any decay does. Layers tell theirs when they run, and then a CUDA
+        # graph may be being captured.
+        decay = torch.full((layout.geometry.value_heads,), -1.0, device=device)
+        self._undecayed = self._layers([decay] * len(states) if self.rule is Rule.MAMBA2 else [])
         self._some_stale = False
         self._slots: dict[int, int] = {}
         self._placed: dict[int, int] = {}
@@ -134,15 +137,19 @@ class Rings(Records):
         taken = [self._free.pop() for _ in new]
         self._ring_of.update(zip(new, taken, strict=True))
         if self.read_states is not None:
-            # The last batch has had its step, which made the read copies of its rows.
-            self._copied |= self._placed
-            self._placed = {}
-            self._slots |= {request: slots[request] for request in decoding}
+            self._remember({request: slots[request] for request in decoding})
         if taken:
             self.cursors.history.index_fill_(0, self.on_device(taken).long(), 0)
             if self.turned:
                 at = self.on_device([slots[request] for request in new])
                 self._turn(at, self.on_device(taken), back=False)
+
+    def _remember(self, slots: Mapping[int, int]) -> None:
+        """Keep where the requests of the coming step are, and where the last step has made read copies."""
+        made = self._placed
+        kept = {request: slot for request, slot in self._copied.items() if slot not in made.values()}
+        self._copied, self._placed = kept | made, {}
+        self._slots |= slots
 
     def leave(self, request: int) -> None:
         """A request has ended, or starts over: its ring is free."""
@@ -190,12 +197,16 @@ class Rings(Records):
         spare = [NONE] * (len(self.rows) - len(rings))
         self.rows.copy_(self.on_device(rings + spare), non_blocking=True)
         if self.read_states is not None:
-            placed = {request: ring for request, ring in zip(requests, rings, strict=True) if ring != NONE}
+            placed = [request for request, ring in zip(requests, rings, strict=True) if ring != NONE]
             self._placed |= {request: self._slots[request] for request in placed}
-            moved = {request for request in placed if self._copied.get(request) != self._slots[request]}
-            stale = [placed[request] if request in moved else NONE for request in requests]
-            self.stale.copy_(self.on_device(stale + spare), non_blocking=True)
-            self._some_stale = bool(moved)
+            stale = [self._is_stale(request) for request in requests]
+            shown = [ring if old else NONE for ring, old in zip(rings, stale, strict=True)]
+            self.stale.copy_(self.on_device(shown + spare), non_blocking=True)
+            self._some_stale = any(stale)
+
+    def _is_stale(self, request: int) -> bool:
+        """Whether a request of the coming step has its state where no read copy of it was made."""
+        return request in self._placed and self._copied.get(request) != self._placed[request]
 
     # Steps, on the device.
 
@@ -228,9 +239,7 @@ class Rings(Records):
         """
         count, self.drafts = parents.shape
         self.tree = True
-        torch.minimum(
-            parents, self._before[: self.drafts], out=self.parents[:count, : self.drafts]
-        )
+        torch.minimum(parents, self._before[: self.drafts], out=self.parents[:count, : self.drafts])
 
     def keep_path(self, first: int, leaves: torch.Tensor, accepted: torch.Tensor) -> None:
         """Move the accepted records of draft trees to the front of the step's, before `commit`.
@@ -250,7 +259,7 @@ class Rings(Records):
             node = torch.where(taken, before, node)
         start, history = self.cursors.start, self.cursors.history
         rings = self.rows[first : first + count]
-        kernels.compact(self._table, start, history, path, accepted, rings, backend=self.backend)
+        kernels.compact(self._undecayed, start, history, path, accepted, rings, backend=self.backend)
 
     def commit(self, first: int, count: int, tokens: int, accepted: torch.Tensor | None = None) -> None:
         """End a step of `tokens` tokens in each row, once, after all layers.
@@ -292,7 +301,7 @@ class Rings(Records):
         slots = torch.where(rings >= 0, slots, NONE)
         kernels.materialize(
             self.rule,
-            self._copies,
+            self._undecayed,
             None,
             self.cursors.start,
             torch.zeros_like(slots),
@@ -304,12 +313,6 @@ class Rings(Records):
             hist_len=self._none_live,
             backend=self.backend,
         )
-
-    @cached_property
-    def _copies(self) -> LayerTable:
-        """The layers for a fold of no records, for which any decay does."""
-        ones = self.states[0].new_ones(self.layout.geometry.value_heads, dtype=torch.float32)
-        return self._layers([-ones] * len(self.states) if self.rule is Rule.MAMBA2 else [])
 
     def _turn(self, slots: torch.Tensor, rings: torch.Tensor, back: bool) -> None:
         if not self.turned:

@@ -272,3 +272,18 @@ def test_rounding_that_only_the_settings_ask_for(generation: str, kind: str) -> 
     assert rings.read_states is None
     decoding(server, 2, steps=WINDOW + 1)
     assert rings.seed.tolist() == [WINDOW + 1]
+
+
+@pytest.mark.usefixtures("double")
+def test_a_slot_that_another_has_had_in_between() -> None:
+    """A request is back in the slot of its copy, which is the other's by now."""
+    server, rings = split("cpp", "gdn", "nvfp4/fp32")
+    first, second = decoding(server, 2)
+    blocks, ids = server.manager._blocks, [each.llm.py_request_id for each in (first, second)]
+    slots = [server.slot(request) for request in (first, second)]
+    for batch in ([second], [first]):
+        for states in (*server.states(), *server.windows()):
+            states[slots] = states[slots[::-1]]
+        blocks[ids[0]], blocks[ids[1]] = blocks[ids[1]], blocks[ids[0]]
+        server.step(decodes=batch)
+        check_copies(server, rings, batch)
