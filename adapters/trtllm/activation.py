@@ -48,7 +48,7 @@ def install(settings: Settings) -> None:
         return
     source = Source(Path(str(import_module(PACKAGE).__file__)).parent)
     found = _generation(source, settings.mode)
-    targets = found.modes[settings.mode]
+    targets = found.contract(settings.mode, settings.copies)
     problems = [each for each in _differences(source, targets) if each.matters]
     if problems:
         raise Incompatible(
@@ -56,10 +56,11 @@ def install(settings: Settings) -> None:
             f"{'; '.join(f'{each.where}: {each.text}' for each in problems)}. `replayssm doctor --engine "
             f"trtllm` shows all; to serve without replayssm leave --custom_module_dirs out"
         )
-    served.activate(settings)
+    trees = settings.mode == "own" and _fits(source, found.trees)
+    served.activate(settings, trees)
     _settings.append(settings)
     try:
-        for target in targets:
+        for target in (*targets, *(found.trees if trees else ())):
             if isinstance(target, (Function, Name)) and target.hook:
                 _patch(*_locate(source, target), _hook(target.hook))
     except BaseException:
@@ -86,6 +87,10 @@ def _generation(source: Source, mode: str) -> Generation:
             "says what it expects; to serve without replayssm leave --custom_module_dirs out"
         )
     return found
+
+
+def _fits(source: Source, targets: tuple[Target, ...]) -> bool:
+    return bool(targets) and not any(each.matters for each in _differences(source, targets))
 
 
 def _differences(source: Source, targets: Iterable[Target]) -> Iterator[Difference]:

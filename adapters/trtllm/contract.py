@@ -105,6 +105,9 @@ class Generation:
         has: module and name of what tells it from older ones.
         lacks: and from newer ones.
         modes: the contract of each mode that decodes with it.
+        copies: what copies that steps read rely on besides, in mode `own`.
+        trees: what draft trees rely on besides, in mode `own`; where it differs, they alone are refused.
+            Empty: its layers do not verify trees.
         refused: why the adapter does not decode with it; empty where it does.
     """
 
@@ -114,3 +117,9 @@ class Generation:
     lacks: tuple[tuple[Modules, str], ...]
     modes: Mapping[str, tuple[Target, ...]] = field(default_factory=dict)
     refused: str = ""
+    copies: tuple[Target, ...] = ()
+    trees: tuple[Target, ...] = ()
+
+    def contract(self, mode: str, copies: bool) -> tuple[Target, ...]:
+        """All that a mode relies on, with read copies or without."""
+        return (*self.modes.get(mode, ()), *(self.copies if copies else ()))

@@ -8,6 +8,7 @@ import torch
 
 from replayssm import kernels
 from replayssm.adapters.trtllm.served import Layer
+from replayssm.core.formats import StateCopy
 
 
 def mamba2(
@@ -65,6 +66,7 @@ def mamba2(
         index=rings.index(slots, layer.first),
         rand_seed=rings.seed,
         layer=layer.number,
+        read_state=_read_state(layer),
         backend=rings.backend,
     )
 
@@ -117,5 +119,11 @@ def gdn(
         index=rings.index(slots, layer.first),
         rand_seed=rings.seed,
         layer=layer.number,
+        read_state=_read_state(layer),
         backend=rings.backend,
     )
+
+
+def _read_state(layer: Layer[Any]) -> StateCopy | None:
+    copies = layer.rings.read_states
+    return None if copies is None else copies[layer.number]

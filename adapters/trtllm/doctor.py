@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from replayssm.adapters.trtllm.contract import PACKAGE
+from replayssm.adapters.trtllm.contract import PACKAGE, Generation
 from replayssm.adapters.trtllm.drift import differences, generation, why_not
-from replayssm.adapters.trtllm.settings import ENV_CONFIG, MODES, load
+from replayssm.adapters.trtllm.settings import ENV_CONFIG, MODES, Settings, load
 from replayssm.adapters.trtllm.source import Source
 from replayssm.adapters.trtllm.targets import GENERATIONS
 from replayssm.core.config import ConfigError
@@ -50,7 +50,8 @@ def examine(source: Path | None = None) -> Iterator[Finding]:
         known = ", ".join(f"{each.name} ({each.releases})" for each in reversed(GENERATIONS))
         yield Finding("generation", False, f"none of {known}: the cache of recurrent states was not found")
         return
-    mode, settings = _settings()
+    settings, finding = _settings()
+    mode = MODES[0] if settings is None else settings.mode
     detail = f"{found.name}, seen in {found.releases}"
     if mode in found.modes:
         yield Finding("generation", True, f"{detail}; mode {mode}")
@@ -58,14 +59,16 @@ def examine(source: Path | None = None) -> Iterator[Finding]:
         known = ", ".join(each.releases for each in GENERATIONS if mode in each.modes)
         yield Finding("generation", False, f"{detail}: {why_not(found, mode)}; expected {known}")
     matters = 0
-    targets = found.modes.get(mode, ())
+    targets = found.contract(mode, settings is not None and settings.copies)
     for difference in differences(package, targets):
         matters += difference.matters
         yield Finding(difference.where, not difference.matters, difference.text)
     if targets and not matters:
         yield Finding("contract", True, f"nothing that matters differs in {len(targets)} points")
+    if targets and mode == "own":
+        yield _trees(package, found)
     if source is None or os.environ.get(ENV_CONFIG):
-        yield settings
+        yield finding
 
 
 def _package(source: Path | None) -> Path | None:
@@ -79,11 +82,22 @@ def _package(source: Path | None) -> Path | None:
     return None
 
 
-def _settings() -> tuple[str, Finding]:
-    """The mode that is asked for, and whether the settings can be read; without them the default mode."""
+def _trees(package: Source, found: Generation) -> Finding:
+    """Whether draft trees are served besides; without them all else is."""
+    lacking = [each for each in differences(package, found.trees) if each.matters]
+    if found.trees and not lacking:
+        return Finding("draft trees", True, "served with Mamba-2 layers")
+    why = "; ".join(f"{each.where}: {each.text}" for each in lacking) or "its layers do not verify them"
+    return Finding("draft trees", True, f"refused: {why}")
+
+
+def _settings() -> tuple[Settings | None, Finding]:
+    """The settings, and whether they can be read; `None` where they can't."""
     try:
         settings = load(os.environ)
     except ConfigError as error:
-        return MODES[0], Finding("settings", False, str(error))
+        return None, Finding("settings", False, str(error))
     text = f"mode {settings.mode}, window {settings.window}, backend {settings.backend}"
-    return settings.mode, Finding("settings", True, text)
+    if settings.precision is not None:
+        text += f", precision {settings.precision}"
+    return settings, Finding("settings", True, text)

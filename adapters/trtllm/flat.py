@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from replayssm.adapters.trtllm import decode
-from replayssm.adapters.trtllm.managers import Original, bind, scheduled
-from replayssm.adapters.trtllm.own import end_layer, give_rings, run_gdn
+from replayssm.adapters.trtllm.managers import Original, bind, scheduled, seed_of
+from replayssm.adapters.trtllm.own import begin_layer, end_layer, give_rings, run_gdn
 from replayssm.adapters.trtllm.refusals import Incompatible, refuse_manager
 from replayssm.adapters.trtllm.served import active, built, layer_of, rings_of, run, running
 from replayssm.core.geometry import Rule
@@ -22,7 +22,7 @@ from replayssm.core.geometry import Rule
 def manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
     """Rings beside the states of the flat manager."""
     bound = bind(original, self, args, given)
-    refuse_manager(bound, 1, bound["n_groups"])
+    refuse_manager(bound, 1, bound["n_groups"], "there is no speculation")
     original(self, *args, **given)
     if len(self.ssm_states) == 0:
         return
@@ -33,9 +33,10 @@ def manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
         )
     (rule,) = built
     groups = bound["n_groups"] // bound["mapping"].tp_size
+    settings, states = active(), list(self.ssm_states)
     give_rings(
-        self, active(), rule, list(self.ssm_states), groups, bound["dtype"], 1, bound["max_batch_size"],
-        len(self.state_indices), None,
+        self, settings, rule, states, groups, bound["dtype"], 1, bound["max_batch_size"],
+        len(self.state_indices), seed_of(settings, bound, states[0]),
     )  # fmt: skip
 
 
@@ -66,9 +67,11 @@ def mamba2_forward(
     if layer is None:
         return original(self, hidden_states, attn_metadata, *args, **given)
     layer.rings.rates[layer.number] = self.A
+    slots = attn_metadata.kv_cache_manager.get_state_indices()
+    begin_layer(layer, slots)
     with run(layer):
         out = original(self, hidden_states, attn_metadata, *args, **given)
-    end_layer(layer, attn_metadata, attn_metadata.kv_cache_manager.get_state_indices())
+    end_layer(layer, attn_metadata, slots)
     return out
 
 

@@ -15,7 +15,7 @@ from replayssm.adapters.trtllm.refusals import Incompatible
 from replayssm.adapters.trtllm.settings import Settings
 from replayssm.core.geometry import LayerGeometry, Rule
 from replayssm.core.layout import RingLayout
-from replayssm.core.precision import parse_format
+from replayssm.core.precision import Rounding, parse_format
 
 Original = Callable[..., Any]
 
@@ -51,15 +51,29 @@ def step_tokens(bound: dict[str, Any]) -> int:
     return 1 if spec is None else int(spec.tokens_per_gen_step)
 
 
-def seed_of(bound: dict[str, Any], state: torch.Tensor) -> int | None:
+def seed_of(settings: Settings, bound: dict[str, Any], state: torch.Tensor) -> int | None:
     """The first seed of stochastic rounding, the same in each run; `None`: states are rounded to nearest.
 
     As in the engine, only fp16 states are rounded stochastically, and ranks have seeds of their own: the low
-    half of the Philox key counts steps, and the high half is the rank.
+    half of the Philox key counts steps, and the high half is the rank. The engine or the settings ask for it.
+
+    Raises:
+        Incompatible: the engine asks for it, and the settings for rounding to nearest.
     """
-    if not bound["mamba_ssm_stochastic_rounding"] or state.dtype is not torch.float16:
-        return None
-    return int(bound["mapping"].rank) << 32
+    wanted = settings.precision
+    asked = bool(bound.get("mamba_ssm_stochastic_rounding")) and state.dtype is torch.float16
+    if asked and wanted is not None and wanted.rounding is Rounding.NEAREST:
+        raise Incompatible(
+            f"replayssm: precision {wanted} rounds to nearest, and the engine was asked for stochastic "
+            "rounding: write fp16+sr, or leave kv_cache_config.mamba_ssm_stochastic_rounding out"
+        )
+    stochastic = asked or (wanted is not None and wanted.rounding is Rounding.STOCHASTIC)
+    return int(bound["mapping"].rank) << 32 if stochastic else None
+
+
+def path_of(spec: Any) -> int | None:
+    """The most tokens that a step of the engine's speculation accepts; `None`: as many as it brings."""
+    return int(spec.max_draft_len) + 1 if getattr(spec, "use_dynamic_tree", False) else None
 
 
 def groups_of(mapping: Any, groups: int) -> int:
@@ -75,6 +89,7 @@ def ring_layout(
     activations: torch.dtype,
     tokens: int,
     window: int,
+    path: int | None = None,
 ) -> RingLayout:
     """The rings of a layer with states like `state`.
 
@@ -82,9 +97,10 @@ def ring_layout(
         Incompatible: the settings don't fit the engine's.
     """
     stored = parse_format(state.dtype)
-    if settings.precision not in (None, stored):
+    wanted = settings.precision
+    if wanted is not None and wanted.recurrence != stored:
         raise Incompatible(
-            f"replayssm: precision {settings.precision} was asked for, and the engine's states are {stored}: "
+            f"replayssm: precision {wanted} was asked for, and the engine's states are {stored}: "
             "set kv_cache_config.mamba_ssm_cache_dtype in its own file to the same format, or leave one out"
         )
     if settings.max_draft is not None and settings.max_draft < tokens:
@@ -94,7 +110,8 @@ def ring_layout(
         )
     HV, V, K = state.shape[1:]
     try:
-        return RingLayout(LayerGeometry(rule, HV, groups, V, K), window, tokens, activations)
+        geometry, split = LayerGeometry(rule, HV, groups, V, K), wanted is not None and wanted.split
+        return RingLayout(geometry, window, tokens, activations, path, split)
     except ValueError as error:
         raise Incompatible(f"replayssm: {error}; window is in adapter.yaml") from None
 

@@ -21,6 +21,7 @@ from replayssm.adapters.trtllm.managers import (
     bind,
     groups_of,
     is_dummy,
+    path_of,
     ring_layout,
     rule_of,
     seed_of,
@@ -39,12 +40,14 @@ from replayssm.adapters.trtllm.served import (
     rings_of,
     run,
     running,
+    trees_served,
     unmeasured,
 )
 from replayssm.adapters.trtllm.settings import Settings
+from replayssm.core.formats import state_bytes
 from replayssm.core.geometry import Rule
 from replayssm.core.precision import parse_format
-from replayssm.kernels.registry import resolve
+from replayssm.kernels.registry import BackendUnavailable, resolve, resolve_operation
 
 logger = logging.getLogger(__name__)
 
@@ -61,24 +64,32 @@ def estimation(original: Original, self: Any) -> bool:
     return measured
 
 
+def budget_of_states(original: Original, self: Any, mapping: Any) -> int:
+    """Bytes of a layer's states that the engine counts for each slot of its pool: a read copy's too."""
+    precision, shards = active().precision, 1 if mapping.enable_attention_dp else mapping.tp_size
+    assert precision is not None
+    shape = (self.num_heads // shards, self.head_dim, self.state_size)
+    return int(original(self, mapping)) + state_bytes(precision.read, shape)
+
+
 def hybrid_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
     """Rings beside the states in the C++ pool or in the pages of V2."""
     bound = bind(original, self, args, given)
     if bound["is_draft"]:
         original(self, *args, **given)
         return
-    settings = active()
+    settings, rule = active(), rule_of(bound)
     tokens = step_tokens(bound)
-    refuse_manager(bound, tokens, bound["mamba_n_groups"])
+    refuse_manager(bound, tokens, bound["mamba_n_groups"], _no_trees(rule))
     setattr(self, _NO_SNAPSHOTS, True)
     original(self, *args, **{**given, "use_replay_state_update": False})
     if self.local_num_mamba_layers == 0:
         return
     mapping, states = bound["mapping"], list(self.all_ssm_states)
     give_rings(
-        self, settings, rule_of(bound), states, groups_of(mapping, bound["mamba_n_groups"]),
+        self, settings, rule, states, groups_of(mapping, bound["mamba_n_groups"]),
         bound["mamba_cache_dtype"], tokens, bound["max_batch_size"] * mapping.pp_size,
-        len(self.cuda_state_indices), seed_of(bound, states[0]),
+        len(self.cuda_state_indices), seed_of(settings, bound, states[0]), path_of(bound["spec_config"]),
     )  # fmt: skip
 
 
@@ -86,7 +97,8 @@ def mixed_manager(original: Original, self: Any, *args: Any, **given: Any) -> No
     """Refuse what cannot work where that is known; the manager in Python inside gets the rings."""
     bound = bind(original, self, args, given)
     if not bound["is_draft"]:
-        refuse_manager(bound, step_tokens(bound), bound["mamba_n_groups"])
+        rule = RULES[bound["model_type"]]
+        refuse_manager(bound, step_tokens(bound), bound["mamba_n_groups"], _no_trees(rule))
     original(self, *args, **given)
     inner = self._impl
     if not bound["is_draft"] and inner.mamba_layer_offsets and rings_of(self) is None:
@@ -102,7 +114,8 @@ def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     settings = active()
     drafts = bound["speculative_num_draft_tokens"]
     tokens = 1 if drafts is None else int(drafts) + 1
-    refuse_manager(bound, tokens, bound["n_groups"])
+    rule = RULES[bound["model_type"]]
+    refuse_manager(bound, tokens, bound["n_groups"], _no_trees(rule))
     original(self, *args, **{**given, "use_replay_state_update": False})
     cache = self.mamba_cache
     if len(cache.temporal) == 0:
@@ -111,10 +124,17 @@ def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
         nothing = cache.temporal.new_empty(len(cache.temporal), 0)
         self.mamba_cache = replace(cache, intermediate_ssm=nothing)
     give_rings(
-        self, settings, RULES[bound["model_type"]], list(cache.temporal),
+        self, settings, rule, list(cache.temporal),
         groups_of(bound["mapping"], bound["n_groups"]), bound["dtype"], tokens, self._max_resource_count,
-        len(self.intermediate_state_indices), seed_of(bound, cache.temporal),
+        len(self.intermediate_state_indices), seed_of(settings, bound, cache.temporal),
     )  # fmt: skip
+
+
+def _no_trees(rule: Rule) -> str:
+    """Why layers do not verify draft trees; empty where they do."""
+    if rule is not Rule.MAMBA2:
+        return "the engine's Gated DeltaNet layers take its nodes for a chain"
+    return "" if trees_served() else "this release's layers are not told the parents of its nodes"
 
 
 def without_snapshots(original: Original, self: Any, spec_config: Any, max_batch_size: int) -> None:
@@ -146,6 +166,7 @@ def give_rings(
     requests: int,
     batch: int,
     seed: int | None,
+    path: int | None = None,
 ) -> None:
     """Rings beside a manager's states.
 
@@ -160,6 +181,7 @@ def give_rings(
         requests: that decode at a time, at most.
         batch: rows of a step at most.
         seed: the first of stochastic rounding; `None`: round to nearest.
+        path: the most tokens that a step accepts; `None`: all it brings.
     """
     if unmeasured():
         raise Incompatible(
@@ -167,17 +189,38 @@ def give_rings(
             "be in its budget: leave TRTLLM_SKIP_KV_CACHE_ESTIMATION=1 and attn_backend VANILLA out, or "
             "leave replayssm out"
         )
-    layout = ring_layout(settings, rule, states[0], groups, activations, tokens, settings.window)
-    backend = resolve(settings.backend, states[0].device).__name__.rpartition(".")[2]
+    layout = ring_layout(settings, rule, states[0], groups, activations, tokens, settings.window, path)
+    read = settings.precision.read if layout.split and settings.precision is not None else None
+    backend = _backend(settings, states[0], read)
     turned = rule is Rule.GDN and rule in built and states_are_turned(built[rule], layout, states[0])
-    rings = Rings(layout, states, requests, batch, settings.backend, turned, seed)
+    try:
+        rings = Rings(layout, states, requests, batch, settings.backend, turned, seed, read)
+    except ValueError as error:
+        raise Incompatible(f"replayssm: {error}; precision is in adapter.yaml") from None
     setattr(manager, RECORDS, rings)
     stored = parse_format(states[0].dtype) + ("" if seed is None else " rounded stochastically")
+    copies = "" if read is None else f", read from copies in {read} of {rings.read_bytes / (1 << 30):.2f} GB"
     logger.warning(
         "replayssm: %d %s layers, %s; %s; window %d, %d tokens a step; state %s; rings %.2f GB, %d requests",
-        len(states), rule, type(manager).__name__, backend, layout.window, tokens, stored,
+        len(states), rule, type(manager).__name__, backend, layout.window, tokens, stored + copies,
         rings.bytes / (1 << 30), requests,
     )  # fmt: skip
+
+
+def _backend(settings: Settings, state: torch.Tensor, read: str | None) -> str:
+    """The backend that will serve, by its module's name.
+
+    Raises:
+        Incompatible: the one that was asked for does not serve read copies.
+    """
+    if read is None:
+        return resolve(settings.backend, state.device).__name__.rpartition(".")[2]
+    copies = f"{read}/{parse_format(state.dtype)}"
+    try:
+        module = resolve_operation(settings.backend, state.device, "materialize", copies)
+    except BackendUnavailable as error:
+        raise Incompatible(f"replayssm: {error}; backend is in adapter.yaml") from None
+    return module.__name__.rpartition(".")[2]
 
 
 # Requests.
@@ -225,7 +268,7 @@ def mamba2_forward(
             "it; pass --custom_module_dirs, which is read before models are made"
         )
     layer.rings.rates[layer.number] = self.A
-    begin_layer(layer)
+    begin_layer(layer, mamba_metadata.state_indices)
     with run(layer):
         out = original(self, hidden_states, attn_metadata, mamba_metadata, spec_metadata, *args, **given)
     end_layer(layer, attn_metadata, mamba_metadata.state_indices)
@@ -252,6 +295,22 @@ def _mamba2_step(
     )  # fmt: skip
     layer.rings.drafts = x.shape[1] if layer.verify else 0
     return given["out"]
+
+
+def mamba2_tree(
+    original: Original,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    *inputs: torch.Tensor,
+    **given: Any,
+) -> Any:
+    """Verification of draft trees by a Mamba-2 layer, for which the engine has another kernel."""
+    layer, parents = running(), given.get("retrieve_parent_token")
+    if layer is None:
+        return original(state, x, *inputs, **given)
+    if parents is not None and x.shape[1] > 1 and layer.number == 0:
+        layer.rings.hold_tree(parents)
+    return _mamba2_step(original, state, x, *inputs, **given)
 
 
 @torch.compiler.disable
@@ -282,7 +341,7 @@ def run_gdn(layer: Layer[Rings], forward: Original, attn_metadata: Any, slots: t
     Without speculation the engine sends the rows of a mixed batch together through its prefill kernel, on the
     states of the pool: they are made current before the first layer, and nothing is left to commit.
     """
-    begin_layer(layer)
+    begin_layer(layer, slots)
     mixed = layer.first > 0 and layer.decodes > 0 and not layer.verify
     rows = slice(layer.first, layer.first + layer.decodes)
     if mixed and layer.number == 0:
@@ -337,17 +396,23 @@ def gdn_verify(original: Original, **given: Any) -> Any:
     )
 
 
-def begin_layer(layer: Layer[Rings]) -> None:
-    """A worker that ends a verification by another road is found at the next step.
+def begin_layer(layer: Layer[Rings], slots: torch.Tensor) -> None:
+    """A step begins with its first layer; `slots` are those of the batch's rows.
+
+    A worker that ends a verification by another road is found at the next step.
 
     Raises:
         Incompatible: drafts were verified and not committed.
     """
-    if layer.number == 0 and layer.rings.drafts:
+    if layer.number:
+        return
+    if layer.rings.drafts:
         raise Incompatible(
             f"replayssm: drafts of {layer.rings.drafts} tokens were verified and never committed: expected "
             "the speculative worker to call update_mamba_states each time; use decoding_type MTP"
         )
+    if layer.decodes:
+        layer.rings.refresh(slots[layer.first : layer.first + layer.decodes], layer.first)
 
 
 def end_layer(layer: Layer[Rings], attn_metadata: Any, slots: torch.Tensor) -> None:
@@ -395,10 +460,11 @@ def update_python_states(
         return original(self, attn_metadata, num_accepted_tokens, state_indices, *leaves, **given)
     first, last = attn_metadata.num_contexts, attn_metadata.num_seqs
     slots, rows = state_indices[first:last].long(), self.intermediate_state_indices[: last - first].long()
-    accepted = (num_accepted_tokens[first:last] - 1).long()
+    nodes = next((each for each in (*leaves, *given.values()) if each is not None), None)
+    kept = (num_accepted_tokens[first:last] - 1 if nodes is None else nodes).long()
     cache = self.mamba_cache
-    cache.conv[:, slots] = cache.intermediate_conv_window[:, rows, accepted]
-    _commit_drafts(self, attn_metadata, num_accepted_tokens, (*leaves, *given.values()))
+    cache.conv[:, slots] = cache.intermediate_conv_window[:, rows, kept]
+    _commit_drafts(self, attn_metadata, num_accepted_tokens, (nodes,))
     return None
 
 
@@ -416,8 +482,16 @@ def _commit_drafts(
     rings = rings_of(manager)
     if rings is None or rings.drafts == 0:
         return
-    if any(each is not None for each in leaves):
-        raise Incompatible("replayssm: a draft tree was verified; expected drafts in a chain")
+    nodes = next((each for each in leaves if each is not None), None)
+    if (nodes is not None) != rings.tree:
+        seen, said = ("a draft tree", "a chain") if rings.tree else ("a chain", "a draft tree")
+        raise Incompatible(
+            f"replayssm: the layers were given {seen} to verify, and the speculative worker commits {said}: "
+            "expected the same of both; leave speculative_config.use_dynamic_tree out"
+        )
     first, last = attn_metadata.num_contexts, attn_metadata.num_seqs
-    rings.commit(first, last - first, rings.drafts, accepted[first:last].int())
-    rings.drafts = 0
+    kept = accepted[first:last].int()
+    if nodes is not None:
+        rings.keep_path(first, nodes, kept)
+    rings.commit(first, last - first, rings.drafts, kept)
+    rings.drafts, rings.tree = 0, False

@@ -13,6 +13,7 @@ import torch
 
 from replayssm import kernels
 from replayssm.core.cursors import Cursors
+from replayssm.core.formats import StateCopy
 from replayssm.core.geometry import Rule
 from replayssm.core.layout import RingLayout
 from replayssm.kernels import LayerTable, StepIndex
@@ -32,6 +33,7 @@ class Records(ABC):
         rates: per layer `A` `[H]` fp32 of Mamba-2, once the layer has run.
         backend: kernel backend.
         seed: `[1]` int64, by which the coming folds round stochastically; `None`: they round to nearest.
+        read_states: per layer a copy of all states that steps read; `None`: they read the states.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Records(ABC):
         cursors: Cursors,
         backend: str,
         seed: torch.Tensor | None = None,
+        read_states: Sequence[StateCopy] | None = None,
     ) -> None:
         """Join them.
 
@@ -56,6 +59,7 @@ class Records(ABC):
                 )
         self.layout, self.states, self.rings = layout, tuple(states), tuple(rings)
         self.cursors, self.backend, self.seed = cursors, backend, seed
+        self.read_states = None if read_states is None else tuple(read_states)
         self.rates: list[torch.Tensor | None] = [None] * len(states)
 
     @property
@@ -111,6 +115,7 @@ class Records(ABC):
             window=self.cursors.window,
             ring_indices=torch.where(wanted, rings, NONE),
             rand_seed=self.seed,
+            hist_len=self.cursors.history,
             backend=self.backend,
         )
         self.cursors.anchor(rings)
@@ -134,4 +139,13 @@ class Records(ABC):
                 "replayssm: expected every Mamba-2 layer to have run before a state is made current, "
                 f"{len(rates)} of {len(self.states)} have"
             )
-        return LayerTable.build(self.rule, self.states, self.rings, rates or None)
+        return self._layers(rates)
+
+    def _layers(self, rates: list[torch.Tensor]) -> LayerTable:
+        A = tuple(rates) or None
+        if self.read_states is None:
+            return LayerTable.build(self.rule, self.states, self.rings, A)
+        # No fold of all layers at once takes read copies, so of addresses there are the rings' alone.
+        table = LayerTable(self.rule, self.states, self.rings, A, self.read_states)
+        _ = table.ring_table.table
+        return table

@@ -14,25 +14,28 @@ Reason = tuple[Any, str, str, str]
 """Whether something cannot work, what it is, why it can't, and what to do instead."""
 
 
-def refuse_manager(given: Mapping[str, Any], tokens: int, groups: int) -> None:
+def refuse_manager(given: Mapping[str, Any], tokens: int, groups: int, no_trees: str) -> None:
     """Refuse a cache manager's arguments that cannot work in mode `own`.
 
     Args:
         given: the arguments by name.
         tokens: tokens of a sequence in one step.
         groups: key heads of the whole model.
+        no_trees: why its layers do not verify draft trees; empty where they do.
 
     Raises:
         Incompatible: names the first of them, why, and what to do.
     """
     mapping, spec = given["mapping"], given.get("spec_config")
     shards = 1 if mapping.enable_attention_dp else mapping.tp_size
-    trees = getattr(spec, "use_dynamic_tree", False) or getattr(spec, "eagle_choices", None) is not None
+    static = getattr(spec, "eagle_choices", None) is not None
+    trees = static or getattr(spec, "use_dynamic_tree", False)
     kind = getattr(spec, "decoding_type", type(spec).__name__)
     _refuse(
         *_never(given),
-        (tokens > 1 and trees, "a draft tree",
-         "its recurrent layers are told the accepted leaf and not the nodes' parents", "use a chain"),
+        (tokens > 1 and static, "a static draft tree", "no recurrent layer of the engine's is told of one",
+         "use a chain"),
+        (tokens > 1 and trees and no_trees, "a draft tree", no_trees, "use a chain"),
         (spec is not None and kind != "MTP", f"speculative_config.decoding_type {kind}",
          "only MTP's worker is known to commit where the cursors move", "use MTP"),
         (tokens > 1 and mapping.pp_size > 1, "MTP with pipeline parallelism",

@@ -3,6 +3,10 @@
 A ring belongs to a request, not to a slot of states: the engine's pool also holds snapshots for block reuse,
 and may move a running request's state. Rows of a batch that have no ring (prompts, padding, dummies) are pads
 and never touched. It knows the engine's requests by their ids, its states as tensors, and nothing else of it.
+
+A copy of the states that steps read has the pool's slots. What the engine writes to a slot (a prompt, a state
+from the host or from another server, one that it moves) is there when the request's next step begins and may
+not be before, so the copy is made anew in that step.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import torch
 from replayssm import kernels
 from replayssm.adapters.trtllm.records import NONE, Records
 from replayssm.core.cursors import Cursors
+from replayssm.core.formats import allocate_states, state_tensors
+from replayssm.core.geometry import Rule
 from replayssm.core.layout import RingLayout
 from replayssm.core.rows import write_rows
 from replayssm.kernels import StepIndex
@@ -28,7 +34,10 @@ class Rings(Records):
         turned: whether the engine has a state as `[HV, K, V]` in the memory of `[HV, V, K]`. A state with a
             ring is as the kernels need it, all others as the engine has them.
         rows: `[batch]` int32, ring of each row of the coming step, contexts first; its address is stable.
+        stale: as `rows`, where the read copy of the row's state must be made anew; none without read copies.
         drafts: T of a verification step that is not committed yet; 0: there is none.
+        parents: `[batch, T]` int32, of the nodes of a draft tree, as `StepIndex` has them.
+        tree: whether that step verifies a draft tree.
     """
 
     def __init__(
@@ -40,6 +49,7 @@ class Rings(Records):
         backend: str,
         turned: bool = False,
         seed: int | None = None,
+        read: str | None = None,
     ) -> None:
         """Allocate `rings` empty rings for each layer.
 
@@ -51,9 +61,10 @@ class Rings(Records):
             backend: kernel backend.
             turned: see above.
             seed: the first of stochastic rounding, one more at each step; `None`: round to nearest.
+            read: format of a copy of all states that steps read; `None`: they read the states.
 
         Raises:
-            ValueError: states of another shape than the layout's.
+            ValueError: states of another shape than the layout's, or that `read` does not fit.
         """
         device = states[0].device
         super().__init__(
@@ -63,10 +74,24 @@ class Rings(Records):
             Cursors.allocate(rings, layout.window, layout.rows, device),
             backend,
             None if seed is None else torch.tensor([seed], device=device),
+            None if read is None else [allocate_states(read, tuple(state.shape), device) for state in states],
         )
         self.turned = turned
         self.rows = torch.full((batch,), NONE, dtype=torch.int32, device=device)
-        self.drafts = 0
+        self.stale = self.rows.clone() if read is not None else self.rows[:0]
+        self.drafts, self.tree = 0, False
+        nodes = torch.arange(layout.max_draft, dtype=torch.int32, device=device)
+        self._before = nodes - 1
+        self.parents = self._before.repeat(batch, 1)
+        self._none_live = torch.zeros_like(self.cursors.history)
+        # For what applies no records, where any decay does. Layers tell theirs when they run, and then a CUDA
+        # graph may be being captured.
+        decay = torch.full((layout.geometry.value_heads,), -1.0, device=device)
+        self._undecayed = self._layers([decay] * len(states) if self.rule is Rule.MAMBA2 else [])
+        self._some_stale = False
+        self._slots: dict[int, int] = {}
+        self._placed: dict[int, int] = {}
+        self._copied: dict[int, int] = {}
         self._ring_of: dict[int, int] = {}
         self._prompts: frozenset[int] = frozenset()
         self._free = list(range(rings))[::-1]
@@ -75,7 +100,13 @@ class Rings(Records):
     def bytes(self) -> int:
         """Bytes of all rings, cursors and rows."""
         rings = (tensor for layer in self.rings for tensor in layer.values())
-        return sum(x.nbytes for x in (*rings, self.cursors.start, self.cursors.history, self.rows))
+        rows = (self.cursors.start, self.cursors.history, self.rows, self.stale, self.parents)
+        return sum(tensor.nbytes for tensor in (*rings, *rows))
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the read copies of all slots."""
+        return sum(tensor.nbytes for copy in self.read_states or () for tensor in state_tensors(copy))
 
     # Requests, on the host. The engine may have made the tensors in inference mode, and calls outside of it.
 
@@ -105,14 +136,26 @@ class Rings(Records):
             )
         taken = [self._free.pop() for _ in new]
         self._ring_of.update(zip(new, taken, strict=True))
+        if self.read_states is not None:
+            self._remember({request: slots[request] for request in decoding})
         if taken:
             self.cursors.history.index_fill_(0, self.on_device(taken).long(), 0)
             if self.turned:
-                self.take_back(self.on_device([slots[request] for request in new]), self.on_device(taken))
+                at = self.on_device([slots[request] for request in new])
+                self._turn(at, self.on_device(taken), back=False)
+
+    def _remember(self, slots: Mapping[int, int]) -> None:
+        """Keep where the requests of the coming step are, and where the last step has made read copies."""
+        made = self._placed
+        kept = {request: slot for request, slot in self._copied.items() if slot not in made.values()}
+        self._copied, self._placed = kept | made, {}
+        self._slots |= slots
 
     def leave(self, request: int) -> None:
         """A request has ended, or starts over: its ring is free."""
         ring = self._ring_of.pop(request, None)
+        for known in (self._slots, self._placed, self._copied):
+            known.pop(request, None)
         if ring is not None:
             self._free.append(ring)
 
@@ -151,14 +194,72 @@ class Rings(Records):
                     "to pass prepare_resources first; start without the adapter and report this"
                 )
             rings.append(ring)
-        rings += [NONE] * (len(self.rows) - len(rings))
-        self.rows.copy_(self.on_device(rings), non_blocking=True)
+        spare = [NONE] * (len(self.rows) - len(rings))
+        self.rows.copy_(self.on_device(rings + spare), non_blocking=True)
+        if self.read_states is not None:
+            placed = [request for request, ring in zip(requests, rings, strict=True) if ring != NONE]
+            self._placed |= {request: self._slots[request] for request in placed}
+            stale = [self._is_stale(request) for request in requests]
+            shown = [ring if old else NONE for ring, old in zip(rings, stale, strict=True)]
+            self.stale.copy_(self.on_device(shown + spare), non_blocking=True)
+            self._some_stale = any(stale)
+
+    def _is_stale(self, request: int) -> bool:
+        """Whether a request of the coming step has its state where no read copy of it was made."""
+        return request in self._placed and self._copied.get(request) != self._placed[request]
 
     # Steps, on the device.
 
     def index(self, slots: torch.Tensor, first: int) -> StepIndex:
         """As `Records.index`; each row has the ring of its request."""
-        return StepIndex(state_indices=slots, ring_indices=self.rows[first : first + len(slots)])
+        parents = self.parents[: len(slots), : self.drafts] if self.tree else None
+        rings = self.rows[first : first + len(slots)]
+        return StepIndex(state_indices=slots, ring_indices=rings, parents=parents)
+
+    def refresh(self, slots: torch.Tensor, first: int) -> None:
+        """Before a step: make the read copies anew of rows that have come to their slots.
+
+        Args:
+            slots: `[B]` int32, slots of the rows that decode.
+            first: how many contexts stand before them.
+        """
+        if self.read_states is None:
+            return
+        # A captured graph serves any batch, so it looks at each replay.
+        captured = slots.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured or self._some_stale:
+            self._renew(slots, self.stale[first : first + len(slots)])
+
+    def hold_tree(self, parents: torch.Tensor) -> None:
+        """The coming step verifies draft trees.
+
+        Args:
+            parents: `[B, T]` int32, of each row's nodes; the root's may be anything, the others' come before
+                the node. The engine may use its memory again in the same step.
+        """
+        count, self.drafts = parents.shape
+        self.tree = True
+        torch.minimum(parents, self._before[: self.drafts], out=self.parents[:count, : self.drafts])
+
+    def keep_path(self, first: int, leaves: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Move the accepted records of draft trees to the front of the step's, before `commit`.
+
+        Args:
+            first: how many contexts stand before the rows that decode.
+            leaves: `[count]` int, the last accepted node of each row.
+            accepted: `[count]` int, nodes accepted of each row, the root among them.
+        """
+        count, longest = len(leaves), self.layout.max_path or self.layout.max_draft
+        parents, node = self.parents[:count].long(), leaves.long()
+        path = node.new_zeros(count, longest)
+        for place in reversed(range(longest)):
+            taken = place < accepted
+            path[:, place] = torch.where(taken, node, 0)
+            before = parents.gather(1, node[:, None])[:, 0].clamp(min=0)
+            node = torch.where(taken, before, node)
+        start, history = self.cursors.start, self.cursors.history
+        rings = self.rows[first : first + count]
+        kernels.compact(self._undecayed, start, history, path, accepted, rings, backend=self.backend)
 
     def commit(self, first: int, count: int, tokens: int, accepted: torch.Tensor | None = None) -> None:
         """End a step of `tokens` tokens in each row, once, after all layers.
@@ -192,6 +293,26 @@ class Rings(Records):
     def take_back(self, slots: torch.Tensor, rings: torch.Tensor) -> None:
         """The engine's kernels have written the states in `slots`."""
         self._turn(slots, rings, back=False)
+        if self.read_states is not None:
+            self._renew(slots, rings)
+
+    def _renew(self, slots: torch.Tensor, rings: torch.Tensor) -> None:
+        """Make the read copies of `slots` anew where there is a ring; records are left alone."""
+        slots = torch.where(rings >= 0, slots, NONE)
+        kernels.materialize(
+            self.rule,
+            self._undecayed,
+            None,
+            self.cursors.start,
+            torch.zeros_like(slots),
+            slots,
+            slots,
+            window=self.cursors.window,
+            ring_indices=rings,
+            # No record is live here: a state may have moved below the records of its ring.
+            hist_len=self._none_live,
+            backend=self.backend,
+        )
 
     def _turn(self, slots: torch.Tensor, rings: torch.Tensor, back: bool) -> None:
         if not self.turned:

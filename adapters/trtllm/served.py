@@ -43,12 +43,17 @@ _active: list[Settings] = []
 built: dict[Rule, Any] = {}
 """Rules of the layers that were made, where it matters, with the engine's decode of Gated DeltaNet."""
 _unmeasured: list[bool] = []
+_trees: list[bool] = []
 _running: list[Layer[Any]] = []
 
 
-def activate(settings: Settings | None) -> None:
-    """Managers that are made from now on get records with `settings`; `None`: no records."""
+def activate(settings: Settings | None, trees: bool = False) -> None:
+    """Managers that are made from now on get records with `settings`; `None`: no records.
+
+    `trees` says whether the engine's layers tell the parents of a draft tree's nodes.
+    """
     _active[:] = [] if settings is None else [settings]
+    _trees[:] = [trees]
     built.clear()
     _unmeasured.clear()
 
@@ -61,6 +66,11 @@ def measure(measured: bool) -> None:
 def unmeasured() -> bool:
     """Whether the engine sizes its pool without having seen rings."""
     return any(_unmeasured)
+
+
+def trees_served() -> bool:
+    """Whether draft trees can be verified."""
+    return any(_trees)
 
 
 def active() -> Settings:

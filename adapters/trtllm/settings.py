@@ -13,6 +13,8 @@ from pathlib import Path
 import yaml
 
 from replayssm.core.config import ENV_PREFIX, ConfigError, ReplayConfig, nearest, plain_format
+from replayssm.core.formats import FORMATS
+from replayssm.core.precision import Precision
 
 ENV_CONFIG = "TRTLLM_REPLAYSSM_CONFIG"
 """Variable with the path of the adapter's file."""
@@ -32,8 +34,9 @@ window: 16
 # Kernels: auto, torch, triton, cuda or flashinfer; auto takes the fastest that serve the model.
 backend: auto
 
-# Format of states: fp32, bf16 or fp16. Left out, it is the engine's kv_cache_config.mamba_ssm_cache_dtype;
-# given, it must be the same.
+# Format of states: fp32, bf16, fp16, or fp16+sr, which is fp16 rounded stochastically. Left out, it is the
+# engine's kv_cache_config.mamba_ssm_cache_dtype; given, it must be the same. In mode own steps may read a
+# copy of fewer bits beside it, in fp8, int8, nvfp4 or mxfp4: {{read: nvfp4, recurrence: fp16+sr}}
 # precision: fp32
 
 # The most tokens of a sequence in one step, the draft's and one more. Left out, it is the engine's own.
@@ -48,16 +51,21 @@ class Settings:
     Attributes:
         window: L.
         backend: kernel backend.
-        precision: format of the states; `None`: the engine's.
+        precision: formats of the states, and of copies that steps read; `None`: one copy, the engine's.
         max_draft: the most tokens of a sequence in one step; `None`: the engine's.
         mode: of `MODES`: whose buffers and cursors.
     """
 
     window: int
     backend: str
-    precision: str | None
+    precision: Precision | None
     max_draft: int | None
     mode: str = "own"
+
+    @property
+    def copies(self) -> bool:
+        """Whether steps read copies of the states."""
+        return self.precision is not None and self.precision.split
 
 
 def load(env: Mapping[str, str]) -> Settings:
@@ -109,14 +117,26 @@ def read(path: Path) -> Settings:
         raise ConfigError(f"{path}: mode: expected {' or '.join(MODES)}, got {mode!r}")
     try:
         config = ReplayConfig(**content)
-        stored = plain_format(config.precision, "TensorRT-LLM")
+        _check_precision(config.precision, mode)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     given = config.model_fields_set
     return Settings(
         config.window,
         config.backend,
-        stored if "precision" in given else None,
+        config.precision if "precision" in given else None,
         config.max_draft,
         mode,
     )
+
+
+def _check_precision(precision: Precision, mode: str) -> None:
+    """States are in the engine's pool: one plain copy, and in mode `own` another to read beside the rings."""
+    if mode == "borrow":
+        plain_format(precision, "mode borrow of TensorRT-LLM")
+    elif precision.recurrence not in FORMATS:
+        raise ConfigError(
+            f"precision {str(precision)!r}: the states stay in TensorRT-LLM's own pool, where packed formats "
+            f"have no room: expected {', '.join(FORMATS)} or fp16+sr, alone or behind a copy to read as in "
+            "'nvfp4/fp16+sr'"
+        )

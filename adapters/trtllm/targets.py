@@ -16,6 +16,8 @@ _ATTENTION = ("_torch.attention.backends.interface", "_torch.attention_backend.i
 _MODELS = ("_torch.models.modeling_utils",)
 _OLD_GDN = ("_torch.models.modeling_qwen3_next",)
 _UTIL = ("_torch.pyexecutor._util",)
+_CONFIG = ("_torch.pyexecutor.config_utils",)
+_SELECTIVE = ("_torch.modules.mamba.selective_state_update",)
 
 _CPP, _PAGED, _PYTHON = "CppMambaHybridCacheManager", "MambaHybridCacheManagerV2", "PythonMambaCacheManager"
 _LAYER = "Qwen3NextGatedDeltaNet"
@@ -346,6 +348,27 @@ _G2 = {
     ),
 }  # fmt: skip
 
+_COPIES: tuple[Target, ...] = (
+    Function(_CONFIG, "MambaKVCacheParams.get_states_bytes_per_layer", ("self", "mapping"),
+             ("self", "mapping"), "read copies are in the engine's budget of its pool",
+             "own.budget_of_states"),
+    Attributes(_CONFIG, "MambaKVCacheParams", ("num_heads", "head_dim", "state_size"),
+               "read copies are in the engine's budget of its pool"),
+)  # fmt: skip
+_LINKS = ("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token")
+_TREES: tuple[Target, ...] = (
+    Name(_MAMBA2, "selective_state_update_native", "verification of draft trees by a Mamba-2 layer",
+         "own.mamba2_tree"),
+    Function(_SELECTIVE, "selective_state_update",
+             ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "dt_softplus", "state_batch_indices",
+              "pad_slot_id", "out", "disable_state_update", "intermediate_states_buffer", "cache_steps",
+              "retrieve_parent_token", "intermediate_state_indices", "rand_seed", "philox_rounds"),
+             ("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "state_batch_indices", "out",
+              "retrieve_parent_token"), "verification of draft trees by a Mamba-2 layer"),
+    Call(_MAMBA2, "Mamba2Mixer.forward", "causal_conv1d_update_triton", 4, _LINKS,
+         "the parents of a draft tree's nodes"),
+)  # fmt: skip
+
 _FLAT = "MambaCacheManager"
 _G0: dict[str, tuple[Target, ...]] = {
     "own": (
@@ -386,7 +409,7 @@ _G0: dict[str, tuple[Target, ...]] = {
              "own.gdn_decode"),
         Call(_OLD_GDN, f"{_LAYER}.forward_decode", "fused_sigmoid_gating_delta_rule_update", 0, _DECODED,
              "decode by a Gated DeltaNet layer"),
-        _BATCHES[1], _MEASURED, *_MODEL_CLASSES,
+        _BATCHES[1], _RANK, _MEASURED, *_MODEL_CLASSES,
     ),
 }  # fmt: skip
 
@@ -400,9 +423,11 @@ GENERATIONS: tuple[Generation, ...] = (
         "g5", "after 1.4.0rc4", ((_PER_MODEL, "NemotronHybridCacheManagerV2"),), (), {},
         "each model brings its own state object, and this release does not know that interface",
     ),
-    Generation("g4", "1.4.0 release candidates", ((_MOVED, _PAGED), _REPLAY), (), _G3),
-    Generation("g3", "1.3.0rc20 to rc27", (_POOLS, _REPLAY), (), _G3),
-    Generation("g2", "1.3.0rc of June 2026", (_REPLAY,), (_POOLS,), _G2),
+    Generation(
+        "g4", "1.4.0 release candidates", ((_MOVED, _PAGED), _REPLAY), (), _G3, copies=_COPIES, trees=_TREES,
+    ),
+    Generation("g3", "1.3.0rc20 to rc27", (_POOLS, _REPLAY), (), _G3, copies=_COPIES, trees=_TREES),
+    Generation("g2", "1.3.0rc of June 2026", (_REPLAY,), (_POOLS,), _G2, copies=_COPIES),
     Generation(
         "g1", "1.3.0rc of April and May 2026", ((_MANAGERS, "PythonMambaCacheManager"),), (_REPLAY,), {},
         "its interface changed from week to week; install a later release candidate",

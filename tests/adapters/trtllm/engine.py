@@ -7,7 +7,7 @@ has written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +47,38 @@ class Request:
     tokens: int = 0
 
 
+@dataclass(frozen=True)
+class Tree:
+    """Drafts of a request: each node's parent, which stands before it, and the last that is accepted."""
+
+    parents: tuple[int, ...]
+    leaf: int
+
+    @property
+    def path(self) -> list[int]:
+        """The accepted nodes, last first."""
+        nodes = [self.leaf]
+        while nodes[-1]:
+            nodes.append(self.parents[nodes[-1]])
+        return nodes
+
+
+def links(trees: list[Tree]) -> tuple[torch.Tensor, torch.Tensor]:
+    """First child and next sibling of each node, -1 where there is none."""
+    first, sibling = (
+        torch.full((len(trees), len(trees[0].parents)), -1, dtype=torch.int32) for _ in range(2)
+    )
+    for row, tree in enumerate(trees):
+        youngest: dict[int, int] = {}
+        for node, parent in enumerate(tree.parents[1:], 1):
+            if parent in youngest:
+                sibling[row, youngest[parent]] = node
+            else:
+                first[row, parent] = node
+            youngest[parent] = node
+    return first, sibling
+
+
 @dataclass
 class Server:
     """A model with recurrent layers, their cache and the requests.
@@ -58,6 +90,7 @@ class Server:
         batch: requests at most.
         state: dtype of the states.
         act: dtype of activations.
+        d_state: K of the states.
     """
 
     kind: str
@@ -67,6 +100,7 @@ class Server:
     state: torch.dtype = torch.float32
     act: torch.dtype = torch.float32
     tolerance: float = 2e-4
+    d_state: int = N
     options: dict[str, Any] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -78,11 +112,12 @@ class Server:
         self.mapping = self.options.pop("mapping", Mapping())
         self.spec = self.options.pop("spec_config", None)
         if self.kind != "flat":
-            from tensorrt_llm._torch.speculative.mtp import MTPDecodingConfig, MTPEagleWorker
+            from tensorrt_llm._torch.speculative import mtp
 
             if self.max_draft is not None and self.spec is None:
-                self.spec = MTPDecodingConfig(self.max_draft)
-            self.worker = MTPEagleWorker()
+                self.spec = mtp.MTPDecodingConfig(self.max_draft)
+            trees = self.spec is not None and self.spec.use_dynamic_tree
+            self.worker = mtp.MTPEagleDynamicTreeWorker() if trees else mtp.MTPEagleWorker()
         self.layers = [self._layer(index) for index, recurrent in enumerate(MASK) if recurrent]
         self.manager = self._manager()
         self.next_id = 10
@@ -105,7 +140,7 @@ class Server:
         if self.kind != "flat":
             sizes["use_replay_state_update"] = self.spec is not None
         return cls(
-            N, WIDTH, H, G, P, sum(MASK), MASK, self.act, self.state, None, None,
+            self.d_state, WIDTH, H, G, P, sum(MASK), MASK, self.act, self.state, None, None,
             **{**sizes, **kind, **self.options},
         )  # fmt: skip
 
@@ -123,14 +158,14 @@ class Server:
                 mamba_ssm_cache_dtype=self.state,
             )
             layer = Mamba2Mixer(
-                d_model=8, d_state=N, d_conv=WIDTH, nheads=H, n_groups=G, head_dim=P, chunk_size=16,
-                layer_idx=index, dtype=self.act,
+                d_model=8, d_state=self.d_state, d_conv=WIDTH, nheads=H, n_groups=G, head_dim=P,
+                chunk_size=16, layer_idx=index, dtype=self.act,
                 config=SimpleNamespace(mapping=self.mapping, quant_config=rounding),
             )  # fmt: skip
             values = {"A": -torch.linspace(0.2, 2.0, H), "D": random(H), "dt_bias": random(H)}
         else:
             config = SimpleNamespace(
-                linear_num_key_heads=G, linear_num_value_heads=H, linear_key_head_dim=N,
+                linear_num_key_heads=G, linear_num_value_heads=H, linear_key_head_dim=self.d_state,
                 linear_value_head_dim=P, linear_conv_kernel_dim=WIDTH, torch_dtype=self.act,
             )  # fmt: skip
             model = SimpleNamespace(pretrained_config=config, mapping=self.mapping)
@@ -148,7 +183,7 @@ class Server:
 
     @property
     def conv_dim(self) -> int:
-        return H * P + 2 * G * N
+        return H * P + 2 * G * self.d_state
 
     @property
     def width(self) -> int:
@@ -161,17 +196,18 @@ class Server:
         window = torch.cat([before.window, raw[:, None]], 1)
         mixed = F.silu((window * layer.conv1d.weight.double()).sum(1)).to(self.act).double()
         if self.rule == "mamba2":
-            x, B, C = mixed.split([H * P, G * N, G * N])
+            x, B, C = mixed.split([H * P, G * self.d_state, G * self.d_state])
             dt = oracle.softplus(row[-H:] + layer.dt_bias.double())
             token = {
-                "x": x.view(H, P), "dt": dt, "B": B.view(G, N), "C": C.view(G, N), "A": layer.A, "D": layer.D
+                "x": x.view(H, P), "dt": dt, "B": B.view(G, -1), "C": C.view(G, -1), "A": layer.A,
+                "D": layer.D,
             }  # fmt: skip
         else:
-            q, k, v = mixed.split([G * N, G * N, H * P])
+            q, k, v = mixed.split([G * self.d_state, G * self.d_state, H * P])
             b, a = row[self.conv_dim :].split([H, H])
             g = -layer.A_log.double().exp() * oracle.softplus(a + layer.dt_bias.double())
             token = {
-                "q": q.view(G, N), "k": k.view(G, N), "v": v.view(H, P), "g": g, "beta": b.sigmoid()
+                "q": q.view(G, -1), "k": k.view(G, -1), "v": v.view(H, P), "g": g, "beta": b.sigmoid()
             }  # fmt: skip
         S, y = oracle.TOKEN[self.rule](before.S, token)
         if self.rule == "mamba2" and self.kind == "flat":
@@ -185,7 +221,7 @@ class Server:
         from tensorrt_llm._torch.pyexecutor.scheduler import LlmRequest
 
         truths = [
-            Truth(torch.zeros(H, P, N).double(), torch.zeros(self.conv_dim, WIDTH - 1).double())
+            Truth(torch.zeros(H, P, self.d_state).double(), torch.zeros(self.conv_dim, WIDTH - 1).double())
             for _ in self.layers
         ]
         request = Request(LlmRequest(self.next_id), truths)
@@ -223,6 +259,7 @@ class Server:
         tokens: int = 1,
         accepted: list[int] | None = None,
         pads: int = 0,
+        trees: list[Tree] | None = None,
     ) -> list[torch.Tensor]:
         """One forward pass; outputs of each layer.
 
@@ -232,6 +269,7 @@ class Server:
             tokens: T of each of them, with speculation.
             accepted: how many of them each accepts; all by default.
             pads: rows of padding up to a CUDA graph's batch.
+            trees: in place of `accepted`, the drafts of each of them as a tree.
         """
         from tensorrt_llm._torch.pyexecutor.cuda_graph_runner import CUDA_GRAPH_DUMMY_REQUEST_ID
         from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
@@ -268,17 +306,25 @@ class Server:
         spec = None
         if self.spec is not None:
             spec = engines("_torch.speculative.mtp").SpecMetadata(tokens - 1, self.spec.max_draft_len)
-        kept = accepted or [tokens] * len(decodes)
+        chain = Tree(tuple(range(-1, tokens - 1)), 0)
+        drafts = trees or [replace(chain, leaf=kept - 1) for kept in accepted or [tokens] * len(decodes)]
+        leaves: dict[str, Any] = {}
+        if trees is not None:
+            shown = [*trees, *[chain] * pads]
+            spec.is_spec_dec_dynamic_tree = True
+            spec.retrieve_next_token, spec.retrieve_next_sibling = links(shown)
+            leaves["accepted_leaf_positions"] = torch.tensor([tree.leaf for tree in shown])
         after: list[list[Truth]] = [[] for _ in rows]
         self.outputs = [
-            self._run(number, batch, spec, rows, kept, after) for number in range(len(self.layers))
+            self._run(number, batch, spec, rows, drafts, after) for number in range(len(self.layers))
         ]
         if spec is not None:
+            kept = [len(tree.path) for tree in drafts]
             everyone = torch.tensor(kept + [1] * pads, dtype=torch.int32)
-            self.worker.forward(everyone, batch, spec)
+            self.worker.forward(everyone, batch, spec, **leaves)
         for row, (request, count) in enumerate(rows):
             request.truths = after[row]
-            request.tokens += count if row < len(prompts) else kept[row - len(prompts)]
+            request.tokens += count if row < len(prompts) else len(drafts[row - len(prompts)].path)
         return self.outputs
 
     def _run(
@@ -287,7 +333,7 @@ class Server:
         batch: Any,
         spec: Any,
         rows: list[tuple[Request, int]],
-        kept: list[int],
+        drafts: list[Tree],
         after: list[list[Truth]],
     ) -> torch.Tensor:
         hidden = torch.randn(batch.num_tokens, self.width, generator=self.generator).to(self.act)
@@ -297,15 +343,16 @@ class Server:
         out = self.layers[number](hidden, batch, self.metadata, *given)
         first = 0
         for row, (request, count) in enumerate(rows):
-            now = request.truths[number]
-            keep = count if row < batch.num_contexts else kept[row - batch.num_contexts]
+            tree = Tree(tuple(range(-1, count - 1)), count - 1)
+            tree = tree if row < batch.num_contexts else drafts[row - batch.num_contexts]
+            now: list[Truth] = []
             for token in range(count):
-                now, y = self.truth(number, now, hidden[first + token])
+                before = now[tree.parents[token]] if token else request.truths[number]
+                truth, y = self.truth(number, before, hidden[first + token])
+                now.append(truth)
                 error = (out[first + token].double() - y).abs().max()
                 bound = self.tolerance * (1 + y.abs().max())
                 assert error <= bound, f"layer {number}, row {row}, token {token}: {error:.2e} > {bound:.2e}"
-                if token + 1 == keep:
-                    kept_truth = now
-            after[row].append(kept_truth)
+            after[row].append(now[tree.leaf])
             first += count
         return out

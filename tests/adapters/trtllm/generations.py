@@ -82,8 +82,23 @@ def _before_v2(root: Path) -> None:
             node.args.defaults.pop()
         node.body = [each for each in node.body if not _newer(each)] or [ast.Pass()]
     managers.write_text(ast.unparse(tree))
+    _without_trees(root / "_torch/modules/mamba/mamba2_mixer.py")
     for gone in ("pyexecutor/kv_cache_manager_v2.py", "modules/fla/cached_replay.py"):
         (root / "_torch" / gone).unlink()
+
+
+def _without_trees(mixer: Path) -> None:
+    """The layer takes a tree's nodes for a chain."""
+    tree = ast.parse(mixer.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            node.keywords = [each for each in node.keywords if not (each.arg or "").startswith("retrieve_")]
+        elif isinstance(node, ast.If):
+            kept = [each for each in node.body if "is_dyn_tree" not in ast.unparse(each).partition("\n")[0]]
+            node.body = [each for each in kept if not ast.unparse(each).startswith("retrieve_")] or [
+                ast.Pass()
+            ]
+    mixer.write_text(ast.unparse(tree))
 
 
 def _newer(node: ast.stmt) -> bool:
@@ -102,7 +117,7 @@ def _flat(root: Path) -> None:
     for gone in (
         "pyexecutor/kv_cache_manager_v2.py", "modules/fla/cached_replay.py", "modules/mamba/gdn_mixer.py",
         "modules/mamba/replay_selective_state_update.py", "modules/mamba/causal_conv1d_triton.py",
-        "modules/fla/fused_recurrent.py",
+        "modules/fla/fused_recurrent.py", "pyexecutor/config_utils.py",
     ):  # fmt: skip
         (root / "_torch" / gone).unlink()
 

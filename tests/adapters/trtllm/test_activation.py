@@ -18,10 +18,12 @@ from replayssm.adapters.trtllm.served import rings_of
 from replayssm.adapters.trtllm.settings import MODES, Settings
 from replayssm.adapters.trtllm.source import Source
 from replayssm.adapters.trtllm.targets import GENERATIONS
+from replayssm.core.precision import Precision
 from tests.adapters.trtllm.engine import KINDS, Server
 from tests.adapters.trtllm.generations import DOUBLE, copy
 
 SETTINGS = Settings(6, "torch", None, None)
+BF16 = Precision.parse("bf16")
 SOURCE = Source(DOUBLE / "tensorrt_llm")
 G3 = next(each for each in GENERATIONS if each.name == "g3")
 
@@ -140,8 +142,11 @@ def mapping(**fields: Any) -> Any:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (lambda: {"spec_config": tree(use_dynamic_tree=True)}, "a draft tree: its recurrent layers are told"),
-    (lambda: {"spec_config": tree(eagle_choices=[[0]])}, "a draft tree"),
+    (
+        lambda: {"spec_config": tree(use_dynamic_tree=True)},
+        "a draft tree: the engine's Gated DeltaNet layers",
+    ),
+    (lambda: {"spec_config": tree(eagle_choices=[[0]])}, "a static draft tree: no recurrent layer"),
     (lambda: {"spec_config": tree(decoding_type="Eagle3")}, "decoding_type Eagle3: only MTP's worker"),
     (lambda: {"spec_config": tree(), "mapping": mapping(pp_size=2)}, "MTP with pipeline parallelism"),
     (lambda: {"mapping": mapping(cp_size=2)}, "context parallelism"),
@@ -202,7 +207,7 @@ def test_kimi_delta_attention_is_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "max_draft", "message"),
     [
-        (Settings(6, "torch", "bf16", None), None, "precision bf16 was asked for, and .* states are fp32"),
+        (Settings(6, "torch", BF16, None), None, "precision bf16 was asked for, and .* states are fp32"),
         (Settings(6, "torch", None, 2), 2, "max_draft 2, and the engine's steps have 3 tokens"),
         (Settings(2, "torch", None, None), 2, "may accept up to 3 tokens but the window is L=2"),
     ],
@@ -251,4 +256,4 @@ def test_nothing_is_refused_without_reason() -> None:
     from replayssm.adapters.trtllm.refusals import refuse_manager
 
     plain = SimpleNamespace(enable_attention_dp=False, tp_size=2, pp_size=1, cp_size=1)
-    refuse_manager({"mapping": plain, "mamba_ssm_stochastic_rounding": False}, 1, 2)
+    refuse_manager({"mapping": plain, "mamba_ssm_stochastic_rounding": False}, 1, 2, "none")

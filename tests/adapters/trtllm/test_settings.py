@@ -8,6 +8,7 @@ import pytest
 
 from replayssm.adapters.trtllm.settings import ENV_CONFIG, TEMPLATE, Settings, load
 from replayssm.core.config import ConfigError
+from replayssm.core.precision import Precision
 
 
 def loaded(tmp_path: Path, text: str, **env: str) -> Settings:
@@ -24,12 +25,19 @@ def test_the_template_is_the_defaults(tmp_path: Path) -> None:
     text = TEMPLATE.format(variable=ENV_CONFIG)
     assert loaded(tmp_path, text) == Settings(16, "auto", None, None)
     given = text.replace("# precision:", "precision:").replace("# max_draft:", "max_draft:")
-    assert loaded(tmp_path, given) == Settings(16, "auto", "fp32", 4)
+    assert loaded(tmp_path, given) == Settings(16, "auto", Precision(), 4)
 
 
 def test_every_key(tmp_path: Path) -> None:
     text = "mode: borrow\nwindow: 24\nbackend: torch\nprecision: bf16\nmax_draft: 5\n"
-    assert loaded(tmp_path, text) == Settings(24, "torch", "bf16", 5, "borrow")
+    assert loaded(tmp_path, text) == Settings(24, "torch", Precision.parse("bf16"), 5, "borrow")
+
+
+@pytest.mark.parametrize("given", ["{read: nvfp4, recurrence: fp16+sr}", "nvfp4/fp16+sr"])
+def test_a_copy_to_read(given: str, tmp_path: Path) -> None:
+    settings = loaded(tmp_path, f"precision: {given}")
+    assert settings.precision == Precision.parse("nvfp4/fp16+sr")
+    assert settings.copies
 
 
 @pytest.mark.parametrize(
@@ -43,8 +51,10 @@ def test_every_key(tmp_path: Path) -> None:
         ("mode: lend", "mode: expected own or borrow, got 'lend'$"),
         ("window: wide", "adapter.yaml: window: .* got 'wide'"),
         ("window: 4\nmax_draft: 8", "may accept up to 8 tokens but the window is L=4"),
-        ("precision: fp16+sr", r"precision 'fp16\+sr': under TensorRT-LLM the states are one copy in fp32"),
-        ("precision: {read: nvfp4, recurrence: fp16+sr}", r"adapter.yaml: precision 'nvfp4/fp16\+sr': under"),
+        ("precision: nvfp4+sr", r"precision 'nvfp4\+sr': the states stay in TensorRT-LLM's own pool, where"),
+        ("precision: {read: nvfp4, recurrence: fp8+sr}", r"precision 'nvfp4/fp8\+sr': the states stay in"),
+        ("precision: fp16+sr\nmode: borrow", r"'fp16\+sr': under mode borrow of TensorRT-LLM the states are"),
+        ("precision: nvfp4/fp32\nmode: borrow", r"adapter.yaml: precision 'nvfp4/fp32': under mode borrow"),
         ("- own", "expected lines 'name: value', got a list"),
         ("mode: [", "is not valid YAML"),
     ],

@@ -114,6 +114,15 @@ class Mamba2Mixer(nn.Module):
                 if use_replay:
                     metadata = attn_metadata.kv_cache_manager.get_replay_state_update_metadata()
                     assert draft_token_num == metadata.replay_step_width, "no dynamic draft length yet"
+                is_dyn_tree = spec_metadata.is_spec_dec_dynamic_tree
+                retrieve_next_token = retrieve_next_sibling = retrieve_parent_token = None
+                if is_dyn_tree:
+                    if use_replay:
+                        raise NotImplementedError("no trees with replay")
+                    retrieve_next_token = spec_metadata.retrieve_next_token[:num_decodes]
+                    retrieve_next_sibling = spec_metadata.retrieve_next_sibling[:num_decodes]
+                    # Filled by the convolution.
+                    retrieve_parent_token = torch.empty(num_decodes, draft_token_num, dtype=torch.int32)
                 xbc_d = causal_conv1d_update_triton(
                     xbc_d.reshape(num_decodes, draft_token_num, -1).transpose(1, 2),
                     conv_states,
@@ -123,6 +132,9 @@ class Mamba2Mixer(nn.Module):
                     conv_state_indices=state_indices_d,
                     intermediate_conv_window=layer_cache.intermediate_conv_window,
                     intermediate_state_indices=rows,
+                    retrieve_next_token=retrieve_next_token,
+                    retrieve_next_sibling=retrieve_next_sibling,
+                    retrieve_parent_token=retrieve_parent_token,
                 )
                 xbc_d = xbc_d.transpose(1, 2).reshape(num_decodes * draft_token_num, -1)
             else:
@@ -173,7 +185,11 @@ class Mamba2Mixer(nn.Module):
                 )
             elif is_target_verify:
                 x_d, B_d, C_d = (value.contiguous() for value in (x_d, B_d, C_d))
-                self.selective_state_update_func(
+                ssu_func, ssu_extra = self.selective_state_update_func, {}
+                if is_dyn_tree:
+                    ssu_func = selective_state_update_native
+                    ssu_extra = dict(retrieve_parent_token=retrieve_parent_token)
+                ssu_func(
                     ssm_states,
                     x_d,
                     dt_d,
@@ -190,6 +206,7 @@ class Mamba2Mixer(nn.Module):
                     intermediate_states_buffer=layer_cache.intermediate_ssm,
                     cache_steps=draft_token_num,
                     intermediate_state_indices=rows,
+                    **ssu_extra,
                     **philox_kwargs,
                 )
             else:

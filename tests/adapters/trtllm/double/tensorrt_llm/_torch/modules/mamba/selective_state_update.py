@@ -48,6 +48,9 @@ def selective_state_update(
         current = state[slot].float()
         for token in range(x.shape[1]):
             now = slice(token, token + 1)
+            if retrieve_parent_token is not None and token:
+                kept = intermediate_states_buffer[intermediate_state_indices[row]]
+                current = kept[retrieve_parent_token[row, token]].float()
             current, y = scan(
                 current, x[row, now], dt[row, now], A[:, 0, 0], B[row, now], C[row, now], D[:, 0]
             )
