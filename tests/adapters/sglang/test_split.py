@@ -26,6 +26,7 @@ from tests.adapters.sglang.test_verify import start as start_speculation
 from tests.support import same_bits
 
 WINDOW = 4
+EVENTS = 100
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +64,16 @@ def assert_renewed(server: Server, *others: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "precision"), [("gdn", "nvfp4/fp16+sr"), ("kda", "fp8/fp32"), ("mamba2", "int8/fp16+sr")]
+    ("rule", "breadth", "precision"),
+    [("gdn", 1, "nvfp4/fp16+sr"), ("kda", 3, "fp8/fp32"), ("mamba2", 1, "int8/fp16+sr")],
 )
-def test_random_schedules(rule: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts and standard steps, prefix hits, copies, mixed prefills, retraction, tracked states."""
+def test_random_schedules(
+    rule: str, breadth: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts, trees too, standard steps, prefix hits, copies, mixed prefills, retraction, tracked states."""
     monkeypatch.setenv("REPLAYSSM_PRECISION", precision)
-    server = poisoned(start_speculation(rule, tmp_path))
-    run_schedule(server, seed=2, tree=False, look=assert_renewed)
+    server = poisoned(start_speculation(rule, tmp_path, breadth))
+    run_schedule(server, seed=2, tree=breadth > 1, events=EVENTS, look=assert_renewed)
 
 
 @pytest.fixture

@@ -92,7 +92,13 @@ def fed(req: Any) -> list[int]:
     return [*req.origin_input_ids, *req.output_ids][:-1]
 
 
-def run_schedule(server: Server, seed: int, tree: bool, look: Callable[[Server], None] | None = None) -> None:
+def run_schedule(
+    server: Server,
+    seed: int,
+    tree: bool,
+    events: int = 170,
+    look: Callable[[Server], None] | None = None,
+) -> None:
     """Random requests: every step is a verification of some length or a standard step.
 
     By one of two backends, as adaptive speculation has one for each length. After each event comes a `look`.
@@ -107,7 +113,7 @@ def run_schedule(server: Server, seed: int, tree: bool, look: Callable[[Server],
     done = dict.fromkeys(choices, 0)
     lengths = set()
     target = server.engine.slots.mamba_allocator.alloc(1)
-    for _ in range(170):
+    for _ in range(events):
         choice = rng.choice(choices)
         if choice == "copy" and server.running:
             req = rng.choice(server.running)
