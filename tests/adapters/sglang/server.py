@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from replayssm.adapters.sglang.served import pool_of
 from replayssm.core.formats import state_format
 from tests import oracle
 from tests.adapters.sglang.engine import LAYERS, Engine, Inputs, make_batch
@@ -71,7 +72,8 @@ class Server:
 
         self.engine = engine
         self.tolerance = TOLERANCES[engine.states.dtype]
-        read_states = engine.slots.mamba_pool._replayssm.read_states
+        pool = pool_of(engine.slots)
+        read_states = None if pool is None else pool.read_states
         self.read_error = 0.0 if read_states is None else READ_ERRORS[state_format(read_states[0])]
         self.inputs = engine.draw(VOCABULARY, generator)
         kv = SimpleNamespace(cpu_copy_carries_mamba=False, layer_transfer_counter=None)
