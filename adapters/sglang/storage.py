@@ -41,9 +41,6 @@ class Storage:
             rule: of its layers.
             params: SGLang's `mamba2_cache_params` of the model.
             activations: dtype of what layers record.
-
-        Raises:
-            ValueError: the read copy's format does not fit the key dimension.
         """
         HV, V, K = params.shape.temporal
         if settings.precision is None:
@@ -55,7 +52,6 @@ class Storage:
             LayerGeometry(rule, HV, params.shape.num_k_heads_per_tp, V, K), settings.window,
             settings.max_draft, activations, settings.max_path, precision.split,
         )  # fmt: skip
-        state_bytes(precision.read, layout.geometry.state_shape)
         return cls(layout, precision)
 
     @property
@@ -70,7 +66,11 @@ class Storage:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of a slot's ring and read copy."""
+        """Bytes of a slot's ring and read copy.
+
+        Raises:
+            ValueError: the read copy's format does not fit the key dimension.
+        """
         shape = self.layout.geometry.state_shape
         read = state_bytes(self.precision.read, shape) if self.precision.split else 0
         return self.layout.bytes_per_slot + read
@@ -91,8 +91,15 @@ class Storage:
     def allocate(
         self, layers: int, slots: int, device: torch.device
     ) -> tuple[dict[str, torch.Tensor], list[StateCopy] | None]:
-        """The ring tensors of all layers by name, `[layers, slots, heads, R, ...]`, and per layer the read
-        copies, `[slots, HV, V, K]`, where there are any; zeros."""
+        """Zeros for all slots.
+
+        Returns:
+            The ring tensors of all layers by name, `[layers, slots, heads, R, ...]`, and per layer the read
+            copies, `[slots, HV, V, K]`, where there are any.
+
+        Raises:
+            ValueError: as `bytes_per_slot`.
+        """
         layout, read = self.layout, self.precision.read
         rings = {
             field.name: torch.zeros(
