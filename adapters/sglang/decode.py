@@ -110,6 +110,7 @@ def _delta_step(
     out = v.new_empty(B, T, HV, V)
     arguments: dict[str, Any] = {
         "state": pool.states[layer],
+        "read_state": pool.read_state(layer),
         **pool.rings[layer],
         "ring_start": cursors.start,
         "hist_len": cursors.history,
@@ -120,16 +121,19 @@ def _delta_step(
         "out": out,
         "A_log": A_log.reshape(HV),
     }
-    options: dict[str, Any] = {"window": cursors.window, "index": index, "backend": pool.backend}
+    options: dict[str, Any] = {
+        "window": cursors.window, "index": index, "rand_seed": pool.seed, "layer": layer,
+        "backend": pool.backend,
+    }  # fmt: skip
     if pool.rule is Rule.KDA:
         kernels.kda_step(
             **arguments, **options, g=a.reshape(B, T, HV, K), dt_bias=dt_bias.reshape(HV * K),
-            scale=scale, lower_bound=lower_bound, layer=layer,
+            scale=scale, lower_bound=lower_bound,
         )  # fmt: skip
     else:
         kernels.gdn_step(
             **arguments, **options, g=a.reshape(B, T, HV), dt_bias=dt_bias.reshape(HV),
-            scale=scale, layer=layer,
+            scale=scale,
         )  # fmt: skip
     return out.view(1, B * T, HV, V)
 
@@ -190,6 +194,8 @@ def mamba2(
         dt_softplus=dt_softplus,
         window=cursors.window,
         index=pool.index(slots, parents, layer),
+        rand_seed=pool.seed,
         layer=layer,
+        read_state=pool.read_state(layer),
         backend=pool.backend,
     )

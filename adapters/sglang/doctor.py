@@ -21,7 +21,14 @@ from replayssm.adapters.sglang.patch_points import (
     installed_version,
     prove_live,
 )
-from replayssm.adapters.sglang.settings import ENV_SWITCH, Settings, switched_on
+from replayssm.adapters.sglang.settings import (
+    DEFAULT_CACHE_LEN,
+    ENV_SWITCH,
+    Options,
+    Settings,
+    settle,
+    switched_on,
+)
 from replayssm.core.config import ConfigError, ReplayConfig
 from replayssm.kernels.registry import BackendUnavailable, resolve
 
@@ -108,8 +115,12 @@ def _hooks() -> str:
 
 
 def _settings() -> str:
-    config = ReplayConfig.load()
-    return f"window {config.window}, backend {config.backend}, without options of a command line"
+    found = settle(Options(), DEFAULT_CACHE_LEN, None)
+    precision = found.precision or "as SGLang has it"
+    return (
+        f"window {found.window}, backend {found.backend}, precision {precision}, without options of a "
+        "command line"
+    )
 
 
 def _kernels() -> str:

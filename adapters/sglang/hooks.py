@@ -24,7 +24,7 @@ from replayssm.adapters.sglang.patch_points import (
     installed_version,
     prove_live,
 )
-from replayssm.adapters.sglang.replay_pool import ReplayPool, allocate_rings
+from replayssm.adapters.sglang.replay_pool import ReplayPool
 from replayssm.adapters.sglang.served import POOL, layer_of, pool_of, serve, settings_of
 from replayssm.adapters.sglang.settings import (
     OPTIONS,
@@ -33,8 +33,8 @@ from replayssm.adapters.sglang.settings import (
     add_arguments,
     read_options,
 )
-from replayssm.core.geometry import LayerGeometry, Rule
-from replayssm.core.layout import RingLayout
+from replayssm.adapters.sglang.storage import Storage
+from replayssm.core.geometry import Rule
 from replayssm.kernels.registry import resolve as resolve_backend
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ Original = Callable[..., Any]
 
 _TRACKED = "_replayssm_tracked"
 """Attribute of a decode batch: the rows whose states SGLang keeps for its prefix cache after this step."""
+_ARRIVED = "_replayssm_arrived"
+"""Attribute of a batch: the rows whose states another server has sent since the last one."""
 
 # Server arguments and processes.
 
@@ -69,6 +71,7 @@ def report_settings(original: Original, self: Any) -> Any:
         result["replayssm"] = {
             "window": settings.window,
             "backend": settings.backend,
+            "precision": settings.precision,
             "speculation": settings.speculation,
         }
     return result
@@ -154,7 +157,7 @@ def require_rings(original: Original, runner: Any, full_attn_backend: Any) -> An
 
 
 def budget_rings(original: Original, self: Any, total_rest_memory: float) -> float:
-    """Count the rings of each slot in SGLang's memory budget, and with speculation no snapshots of states.
+    """Count each slot's ring and read copy in SGLang's memory budget, and with speculation no snapshots.
 
     SGLang reserves room for whole states, convolution and all, for each draft token of each request. Here
     only the windows of the convolution are left of that, so it is told that nothing is drafted.
@@ -165,9 +168,9 @@ def budget_rings(original: Original, self: Any, total_rest_memory: float) -> flo
         return float(original(self, total_rest_memory))
     gdn = self.hybrid_gdn_config is not None
     rule = Rule.KDA if params.is_kda else Rule.GDN if gdn else Rule.MAMBA2
-    layout = _layout(settings, rule, params, self.model_dtype)
+    storage = Storage.of(settings, rule, params, self.model_dtype)
     before, algorithm = self.extra_mamba_cache_bytes_per_req, self.spec_algorithm
-    self.extra_mamba_cache_bytes_per_req = before + layout.bytes_per_slot * len(params.layers)
+    self.extra_mamba_cache_bytes_per_req = before + storage.bytes_per_slot * len(params.layers)
     if settings.speculation:
         total_rest_memory -= speculation.window_bytes(self, params, settings.max_draft) / (1 << 30)
         self.spec_algorithm = type(algorithm).from_string(None)
@@ -175,13 +178,6 @@ def budget_rings(original: Original, self: Any, total_rest_memory: float) -> flo
         return float(original(self, total_rest_memory))
     finally:
         self.extra_mamba_cache_bytes_per_req, self.spec_algorithm = before, algorithm
-
-
-def _layout(settings: Settings, rule: Rule, params: Any, activations: torch.dtype) -> RingLayout:
-    HV, V, K = params.shape.temporal
-    H = params.shape.num_k_heads_per_tp
-    geometry = LayerGeometry(rule, HV, H, V, K)
-    return RingLayout(geometry, settings.window, settings.max_draft, activations, settings.max_path)
 
 
 def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
@@ -195,16 +191,17 @@ def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
     if pool is not None:
         return pool
     prove_live(_points(settings), by_name())
+    storage = Storage.of(settings, rule, _cache_params(model_runner.model_config), model_runner.dtype)
     states = mamba_pool.mamba_cache.temporal
-    stored = str(states.dtype).removeprefix("torch.")
-    if settings.ssm_dtype not in (None, stored):
-        raise Incompatible(f"expected SGLang's states in {settings.ssm_dtype}, as asked, got {stored}")
-    backend = resolve_backend(settings.backend, states.device).__name__.rsplit(".", 1)[-1]
-    layout = _layout(settings, rule, _cache_params(model_runner.model_config), model_runner.dtype)
+    if states.dtype is not storage.dtype:
+        raise Incompatible(f"expected SGLang's states in {storage.dtype}, as asked, got {states.dtype}")
+    call = None if storage.precision.plain else storage.decode_step
+    backend = resolve_backend(settings.backend, states.device, call).__name__.rsplit(".", 1)[-1]
     rates = _rates(model_runner.model, len(states)) if rule is Rule.MAMBA2 else None
     with mamba_pool.memory_saver_adapter.region(_memory_type()):
-        rings = allocate_rings(layout, len(states), states.shape[1], states.device)
-    pool = ReplayPool(layout, states, rings, settings.backend, rates)
+        rings, read_states = storage.allocate(len(states), states.shape[1], states.device)
+    seed = _first_seed() if storage.stochastic else None
+    pool = ReplayPool(storage.layout, states, rings, settings.backend, rates, read_states, seed)
     # Compiles the kernel that makes states current: slot 0 is skipped by it.
     pool.flush(torch.zeros(1, dtype=torch.int64, device=states.device))
     serve(mamba_pool, pool)
@@ -214,13 +211,21 @@ def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
     if rule is Rule.KDA:
         # SGLang's sign that a ring exists, at which it leaves its fused KDA step alone.
         mamba_pool.mamba_cache = replace(mamba_pool.mamba_cache, replayssm_d=pool.stacked["u_cache"])
-    drafts = f"drafts of up to {layout.max_draft} tokens" if settings.speculation else "no drafts"
+    drafts = f"drafts of up to {settings.max_draft} tokens" if settings.speculation else "no drafts"
     logger.info(
-        "replayssm: %d %s layers of SGLang %s; %s; window %d, %s; state %s; rings %.2f GB in %d slots",
-        len(states), rule, installed_version(), backend, layout.window, drafts, stored,
-        pool.bytes / (1 << 30), states.shape[1],
+        "replayssm: %d %s layers of SGLang %s; %s; window %d, %s; state %s; %s %.2f GB in %d slots",
+        len(states), rule, installed_version(), backend, settings.window, drafts, storage.precision,
+        "rings and read copies" if read_states else "rings", pool.bytes / (1 << 30), states.shape[1],
     )  # fmt: skip
     return pool
+
+
+def _first_seed() -> int:
+    """Of stochastic rounding, the same in each run: its low half counts steps, its high half is the rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.pp_rank * parallel.tp_size + parallel.tp_rank) << 32
 
 
 def _cache_params(model_config: Any) -> Any:
@@ -362,28 +367,44 @@ def end_of_mamba2_layer(
 # States that others read.
 
 
-def keep_tracked_rows(original: Original, cls: Any, batch: Any, model_runner: Any, **given: Any) -> Any:
-    """Keep which rows of a decode batch SGLang's prefix cache wants, so that nothing is read back."""
+def keep_rows(original: Original, cls: Any, batch: Any, model_runner: Any, **given: Any) -> Any:
+    """Keep which rows of a batch SGLang's prefix cache wants or have just arrived: nothing is read back."""
     forward_batch = original(cls, batch, model_runner, **given)
     mask = getattr(batch, "mamba_track_mask_cpu", None)
     if mask is not None and forward_batch.forward_mode.is_decode():
         setattr(forward_batch, _TRACKED, [row for row, tracked in enumerate(mask) if tracked])
+    pool = None if model_runner.is_draft_worker else pool_of(model_runner.req_to_token_pool)
+    if pool is not None and pool.arrived:
+        rows = [row for row, req in enumerate(batch.reqs) if req.kv.req_pool_idx in pool.arrived]
+        pool.arrived -= {batch.reqs[row].kv.req_pool_idx for row in rows}
+        setattr(forward_batch, _ARRIVED, rows)
     return forward_batch
 
 
 def forward(original: Original, self: Any, forward_batch: Any, *args: Any, **given: Any) -> Any:
-    """Make states current before a prefill reads them, and after a step those that it tracks."""
+    """Make states current before a prefill reads them, and after a step those that it tracks.
+
+    Read copies are made anew behind a prefill, and before the first step of requests from another server.
+    """
     pool = None if self.is_draft_worker else pool_of(self.req_to_token_pool)
     if pool is None:
         return original(self, forward_batch, *args, **given)
     pool.settle()
+    arrived: list[int] = getattr(forward_batch, _ARRIVED, [])
+    if arrived:
+        requests = forward_batch.req_pool_indices
+        pool.renew(_slots(self, requests[_on_device(arrived, requests.device)]))
     mode = forward_batch.logical_forward_mode
+    prefilled = None
     if mode.is_target_verify():
         pool.drafts = forward_batch.spec_info.draft_token_num
     elif mode.is_extend():
-        pool.flush(_slots(self, forward_batch.req_pool_indices))
+        prefilled = _slots(self, forward_batch.req_pool_indices)
+        pool.flush(prefilled)
     tracked = _tracked(self, forward_batch) if mode.is_decode() else None
     result = original(self, forward_batch, *args, **given)
+    if prefilled is not None:
+        pool.renew(prefilled)
     if tracked is not None:
         pool.snapshot(*tracked)
     return result
@@ -409,9 +430,14 @@ def _tracked(model_runner: Any, forward_batch: Any) -> tuple[torch.Tensor, torch
     elif not rows:
         return None
     else:
-        chosen = torch.tensor(rows, pin_memory=requests.is_cuda).to(requests.device, non_blocking=True)
+        chosen = _on_device(rows, requests.device)
         requests, targets = requests[chosen], targets[chosen]
     return _slots(model_runner, requests).long(), targets
+
+
+def _on_device(rows: list[int], device: torch.device) -> torch.Tensor:
+    """`rows` as a tensor, without a wait."""
+    return torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def copy_to_host(original: Original, self: Any, indices: torch.Tensor) -> Any:
@@ -451,18 +477,29 @@ def allocate_slots(original: Original, self: Any, need_size: int) -> Any:
 def load_checkpoint(
     original: Original, self: Any, active_mamba_pool: Any, ckpt_slots: Any, active_slots: torch.Tensor
 ) -> Any:
-    """A slot that a quantised checkpoint was loaded into has an empty ring."""
+    """A slot that a quantised checkpoint was loaded into has an empty ring and a new read copy."""
     result = original(self, active_mamba_pool, ckpt_slots, active_slots)
     pool: ReplayPool | None = getattr(active_mamba_pool, POOL, None)
     if pool is not None:
-        pool.reset_slots(active_slots)
+        pool.adopt(active_slots)
     return result
 
 
 def adopt_state(original: Original, self: Any, req: Any) -> Any:
-    """A slot that a state was loaded into has an empty ring."""
+    """A slot that a state is loaded into has an empty ring; a prefill will go on from the state."""
     slots = self.cache.req_to_token_pool
     pool = pool_of(slots)
     if pool is not None:
         pool.hand_out(slots.translate_mamba_indices(req.kv.mamba_pool_idx.unsqueeze(0)))
     return original(self, req)
+
+
+def receive_states(original: Original, self: Any, future_map: Any) -> Any:
+    """Note requests whose states another server has sent; their first step makes the read copies.
+
+    Not here: a request may end before that step, and its slot be where the next state is on its way to.
+    """
+    pool = pool_of(self.req_to_token_pool)
+    if pool is not None and pool.read_states is not None:
+        pool.arrived.update(req.kv.req_pool_idx for req in self.reqs)
+    return original(self, future_map)

@@ -37,6 +37,7 @@ _POOL = "sglang.srt.mem_cache.memory_pool"
 _HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 _LINEAR = "sglang.srt.layers.attention.linear"
 _RADIX = "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent"
+_PREBUILT = "sglang.srt.disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin"
 
 # In every process that loads plugins: options, their resolution, and the start of the others.
 EVERYWHERE = (
@@ -95,7 +96,7 @@ SCHEDULER = (
     PatchPoint(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
         ("self", "total_rest_memory"),
-        "rings in the memory budget",
+        "rings and read copies in the memory budget",
         "budget_rings",
     ),
     PatchPoint(
@@ -140,14 +141,15 @@ SCHEDULER = (
     PatchPoint(
         "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",
         ("self", "forward_batch"),
-        "states are current before a prefill reads them, and in the slots a decode step tracks",
+        "states are current before a prefill reads them, and in the slots a decode step tracks; read copies "
+        "are made anew behind a prefill",
         "forward",
     ),
     PatchPoint(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         ("cls", "batch", "model_runner"),
-        "which rows a decode step tracks, known on the host",
-        "keep_tracked_rows",
+        "which rows a decode step tracks, and which have come from another server, known on the host",
+        "keep_rows",
     ),
     PatchPoint(
         "sglang.srt.mem_cache.allocator.mamba.MambaSlotAllocator._do_alloc",
@@ -164,7 +166,7 @@ SCHEDULER = (
     PatchPoint(
         "sglang.srt.mem_cache.mamba_checkpoint_pool.MambaCheckpointPool.load_to_active",
         ("self", "active_mamba_pool", "ckpt_slots", "active_slots"),
-        "rings are empty after a quantised checkpoint is loaded",
+        "rings are empty and read copies new after a quantised checkpoint is loaded",
         "load_checkpoint",
     ),
     PatchPoint(
@@ -178,6 +180,12 @@ SCHEDULER = (
         ("self", "req"),
         "rings are empty after a state is loaded",
         "adopt_state",
+    ),
+    PatchPoint(
+        f"{_PREBUILT}.process_prebuilt",
+        ("self", "future_map"),
+        "read copies of states that another server has sent",
+        "receive_states",
     ),
 )  # fmt: skip
 
@@ -255,6 +263,7 @@ RELIED_ON = (
     ),
     PatchPoint("sglang.srt.speculative.ragged_verify.read_ragged_verify_mode", (), "drafts of equal length"),
     PatchPoint("sglang.srt.runtime_context.get_server_args", (), "the settings, where a pool is made"),
+    PatchPoint("sglang.srt.runtime_context.get_parallel", (), "each rank rounds by numbers of its own"),
     PatchPoint(
         "sglang.srt.mem_cache.kv_cache_configurator._pd_prefill_skips_mamba_spec_state",
         (),

@@ -1,7 +1,8 @@
-"""`ReplayPool`: rings and cursors beside the slots of SGLang's state pool, and a slot's life.
+"""`ReplayPool`: rings, cursors and read copies beside the slots of SGLang's state pool, and a slot's life.
 
 It is one of the pool's slot states (SGLang's `SlotIndexedState`), so SGLang tells it when slots are cleared,
-copied, and moved to the host and back. Slot 0 is SGLang's dummy for padded rows: a pad, never touched. It
+copied, and moved to the host and back. Where steps read a copy of their own, whoever writes a state that a
+request decodes from ends with `renew`. Slot 0 is SGLang's dummy for padded rows: a pad, never touched. It
 knows SGLang's slots, not its requests, batches or models.
 """
 
@@ -14,21 +15,12 @@ import torch
 
 from replayssm import kernels
 from replayssm.core.cursors import Cursors
+from replayssm.core.formats import StateCopy, state_tensors
 from replayssm.core.geometry import Rule
 from replayssm.core.layout import RingLayout
 from replayssm.kernels import LayerTable, StepIndex
 
 PAD_SLOT = 0
-
-
-def allocate_rings(
-    layout: RingLayout, layers: int, slots: int, device: torch.device | str
-) -> dict[str, torch.Tensor]:
-    """The ring tensors of all layers by name, `[layers, slots, heads, R, ...]`, zeros."""
-    return {
-        field.name: torch.zeros(layers, *field.shape(slots, layout.rows), dtype=field.dtype, device=device)
-        for field in layout.fields
-    }
 
 
 class Accepted(NamedTuple):
@@ -52,12 +44,15 @@ class ReplayPool:
     Attributes:
         layout: the rings of a layer.
         states: `[layers, slots, HV, V, K]`, SGLang's states, which are the checkpoints.
+        read_states: per layer `[slots, HV, V, K]`, what steps read instead; `None`: they read `states`.
+        seed: `[1]` int64, by which the coming folds round stochastically; `None`: they round to nearest.
         stacked: the ring tensors of all layers by name, `[layers, slots, heads, R, ...]`.
         rings: per layer the ring tensors by name.
         cursors: start and history of each slot, shared by all layers.
         backend: kernel backend.
         drafts: tokens of each row in the last verification.
         accepted: what is being committed of it, where its drafter tells more than the last nodes.
+        arrived: requests' rows whose states another server has sent, and which have no read copies yet.
     """
 
     def __init__(
@@ -67,15 +62,19 @@ class ReplayPool:
         rings: dict[str, torch.Tensor],
         backend: str,
         rates: Sequence[torch.Tensor] | None = None,
+        read_states: Sequence[StateCopy] | None = None,
+        seed: int | None = None,
     ) -> None:
         """Give all slots of `states` empty rings.
 
         Args:
             layout: the rings of a layer.
             states: `[layers, slots, HV, V, K]`, slot and layer strides free.
-            rings: the ring tensors of all layers, from `allocate_rings`.
+            rings: the ring tensors of all layers by name, `[layers, slots, heads, R, ...]`.
             backend: kernel backend.
             rates: per layer `A` `[H]` fp32, for Mamba-2.
+            read_states: per layer the read copies, where the layout is split.
+            seed: the first of stochastic rounding, one more at each step; `None`: round to nearest.
 
         Raises:
             ValueError: states of another shape than the layout's, or that kernels can't take.
@@ -90,10 +89,13 @@ class ReplayPool:
         self.rings = [{name: tensor[layer] for name, tensor in rings.items()} for layer in range(layers)]
         self.cursors = Cursors.allocate(slots, layout.window, layout.rows, states.device)
         self.rates = None if rates is None else tuple(rates)
-        self._table = LayerTable.build(self.rule, list(states), self.rings, self.rates)
+        self.read_states = None if read_states is None else tuple(read_states)
+        self.seed = None if seed is None else torch.tensor([seed], device=states.device)
+        self._table = self._layers()
         self._handed_out: list[torch.Tensor] = []
         self.drafts = 0
         self.accepted: Accepted | None = None
+        self.arrived: set[int] = set()
         self._parents: torch.Tensor | None = None
 
     @property
@@ -103,11 +105,22 @@ class ReplayPool:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all rings and cursors."""
-        tensors = (*self.stacked.values(), self.cursors.start, self.cursors.history)
+        """Bytes of all rings, cursors and read copies."""
+        copies = (tensor for copy in self.read_states or () for tensor in state_tensors(copy))
+        tensors = (*self.stacked.values(), self.cursors.start, self.cursors.history, *copies)
         return sum(tensor.nbytes for tensor in tensors)
 
+    def _layers(self) -> LayerTable:
+        """The layers for the slot operations; with read copies these do without a table of addresses."""
+        if self.read_states is None:
+            return LayerTable.build(self.rule, list(self.states), self.rings, self.rates)
+        return LayerTable(self.rule, tuple(self.states), tuple(self.rings), self.rates, self.read_states)
+
     # Steps.
+
+    def read_state(self, layer: int) -> StateCopy | None:
+        """What steps of a layer read in place of its states."""
+        return None if self.read_states is None else self.read_states[layer]
 
     def index(self, slots: torch.Tensor, parents: torch.Tensor | None = None, layer: int = 0) -> StepIndex:
         """The rows of a step, for the kernels.
@@ -165,6 +178,10 @@ class ReplayPool:
             pad_slot_id=PAD_SLOT,
             backend=self.backend,
         )
+        # Rings get records in steps only, so no history is folded twice between two commits. In place, so
+        # that each replay of a captured graph does it.
+        if self.seed is not None:
+            self.seed.add_(1)
 
     # States that others read.
 
@@ -179,12 +196,13 @@ class ReplayPool:
     def snapshot(self, slots: torch.Tensor, targets: torch.Tensor) -> None:
         """Write the current states of `slots` into `targets` (both `[B]` int), whose rings become empty.
 
-        Rows with a target of `PAD_SLOT` or less are skipped. Histories of `slots` stay; a slot without one
-        is not copied, since whoever asks has copied its state.
+        Rows with a target of `PAD_SLOT` or less are skipped. Histories of `slots` stay. Whoever asks has
+        copied the state of a slot without one, which then is left alone where it has no read copy.
         """
         self.settle()
         history = self._history(slots)
-        self._write_states(slots, targets, history, (history > 0) & (targets > PAD_SLOT))
+        copied = history > 0 if self.read_states is None else slots > PAD_SLOT
+        self._write_states(slots, targets, history, copied & (targets > PAD_SLOT))
         self._empty(targets)
 
     def track(
@@ -217,6 +235,8 @@ class ReplayPool:
             torch.where(wanted, slots, -1),
             targets,
             window=self.cursors.window,
+            rand_seed=self.seed,
+            hist_len=self.cursors.history,
             backend=self.backend,
         )
 
@@ -224,7 +244,17 @@ class ReplayPool:
         """Whoever owns `slots` starts from their states; `PAD_SLOT` never has a history."""
         self.cursors.history.index_fill_(0, slots.reshape(-1).clamp(min=PAD_SLOT).long(), 0)
 
-    # Slots that change hands.
+    # States that others write, and slots that change hands.
+
+    def renew(self, slots: torch.Tensor) -> None:
+        """Make the read copies of `slots` (`[B]` int) anew from their states, once these are all there."""
+        if self.read_states is not None:
+            self._write_states(slots, slots, torch.zeros_like(slots), slots > PAD_SLOT)
+
+    def adopt(self, slots: torch.Tensor) -> None:
+        """The states of `slots` (`[B]` int) were written on this stream: they are the checkpoints now."""
+        self._empty(slots)
+        self.renew(slots)
 
     def hand_out(self, slots: torch.Tensor) -> None:
         """Note that `slots` have a new owner; `settle` empties their rings.
@@ -248,7 +278,7 @@ class ReplayPool:
     # SGLang's `SlotIndexedState`.
 
     def reset_slots(self, indices: torch.Tensor) -> None:
-        """States of `indices` are about to be zeroed."""
+        """States of `indices` are about to be zeroed, and then written by a prefill."""
         self._empty(indices)
 
     def copy_slots(self, src_index: torch.Tensor, dst_index: torch.Tensor) -> None:
@@ -260,7 +290,7 @@ class ReplayPool:
 
     def load_cpu_slots(self, data: None, indices: torch.Tensor) -> None:
         """States of `indices` have come from the host."""
-        self._empty(indices)
+        self.adopt(indices)
 
     def iter_transfer_state_entries(self) -> Iterator[tuple[str, torch.Tensor, int, int]]:
         """Nothing is transferred: a state that leaves its server has no history."""

@@ -163,7 +163,7 @@ _REFUSED = (
     (
         "enable_mamba_cache_stochastic_rounding",
         "--enable-mamba-cache-stochastic-rounding",
-        "replayssm rounds states to nearest",
+        "it is of SGLang's own kernels; --replayssm-precision fp16+sr rounds so in replayssm's",
     ),
     (
         "enable_pdmux",

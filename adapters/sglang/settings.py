@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from replayssm.core.config import ConfigError, ReplayConfig, plain_format
+from replayssm.core.config import ConfigError, ReplayConfig
+from replayssm.core.precision import Precision
 from replayssm.kernels.registry import NAMES
 
 ENV_SWITCH = "REPLAYSSM_SGLANG"
@@ -25,7 +26,7 @@ DEFAULT_CACHE_LEN = 16
 """SGLang's own default of `--linear-replayssm-cache-len`, which counts as not given."""
 
 SSM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""SGLang's name of each state format."""
+"""SGLang's name of each format that its own pool of states can have."""
 
 
 def switched_on(env: Mapping[str, str]) -> bool:
@@ -48,7 +49,7 @@ class Options:
         config: YAML file of `ReplayConfig`.
         backend: kernel backend.
         window: L.
-        precision: format of the state.
+        precision: formats of the states, short.
     """
 
     config: str | None = None
@@ -69,7 +70,7 @@ class Settings:
     Attributes:
         window: L.
         backend: kernel backend.
-        ssm_dtype: SGLang's name of the state's format; `None` leaves it to SGLang.
+        precision: formats of the states, short; `None`: one copy, in the format that SGLang decides on.
         speculation: serve verification steps too.
         max_draft: the most tokens (tree nodes) of a request in one step.
         max_path: the most of them that one step may accept; `None`: all.
@@ -77,10 +78,15 @@ class Settings:
 
     window: int
     backend: str
-    ssm_dtype: str | None
+    precision: str | None
     speculation: bool = False
     max_draft: int = 1
     max_path: int | None = None
+
+    @property
+    def ssm_dtype(self) -> str | None:
+        """SGLang's name of its own pool's format; `None` leaves it to SGLang."""
+        return None if self.precision is None else SSM_DTYPES[Precision.parse(self.precision).recurrence]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,9 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--linear-replayssm-cache-len.",
     )
     group.add_argument(
-        "--replayssm-precision", choices=tuple(SSM_DTYPES), help="Format of states; stands for "
-        "--mamba-ssm-dtype.",
-    )  # fmt: skip
+        "--replayssm-precision",
+        metavar="FORMATS",
+        help="Format of states, or of a copy to read and the one that recurs, as in nvfp4/fp16+sr; the "
+        "latter stands for --mamba-ssm-dtype.",
+    )
 
 
 def read_options(arguments: argparse.Namespace) -> Options:
@@ -134,11 +142,22 @@ def settle(options: Options, cache_len: int, ssm_dtype: str | None) -> Settings:
         "precision": options.precision,
     }
     config = ReplayConfig.load(options.config, **overrides)
-    stored = plain_format(config.precision, "SGLang")
-    wanted = SSM_DTYPES[stored] if "precision" in config.model_fields_set else None
-    if wanted is not None and ssm_dtype not in (None, wanted):
+    if "precision" not in config.model_fields_set:
+        return Settings(config.window, config.backend, None)
+    settings = Settings(config.window, config.backend, _served(config.precision))
+    if ssm_dtype not in (None, settings.ssm_dtype):
         raise ConfigError(
-            f"--mamba-ssm-dtype {ssm_dtype} and replayssm's precision {config.precision.recurrence} are the "
-            "same setting: expected one of them, or the same format"
+            f"--mamba-ssm-dtype {ssm_dtype} and the recurrence copy of replayssm's precision "
+            f"{settings.precision} are the same setting: expected one of them, or the same format"
         )
-    return Settings(config.window, config.backend, wanted)
+    return settings
+
+
+def _served(precision: Precision) -> str:
+    if precision.recurrence not in SSM_DTYPES:
+        raise ConfigError(
+            f"precision {str(precision)!r}: the copy that recurs lies in SGLang's own pool, and its prefill "
+            f"kernels write states in {', '.join(SSM_DTYPES)}: expected one of these, fp16+sr, or a copy to "
+            "read beside one of them, as in 'nvfp4/fp16+sr'"
+        )
+    return str(precision)

@@ -118,13 +118,14 @@ def test_round_to_nearest_again_and_again_is_refused(name: str, copies: str) -> 
 
 
 @pytest.mark.parametrize("text", ["nvfp4/fp16+sr", "fp8+sr", "fp16+sr", "bf16/fp32"])
-def test_what_engines_with_pools_of_their_own_refuse(text: str) -> None:
+def test_what_an_engine_with_one_plain_copy_refuses(text: str) -> None:
     message = (
-        f"precision '{re.escape(text)}': under SGLang .*one copy in fp32, bf16, fp16, rounded to nearest"
+        f"precision '{re.escape(text)}': under TensorRT-LLM .*one copy in fp32, bf16, fp16, "
+        "rounded to nearest"
     )
     with pytest.raises(ConfigError, match=message):
-        plain_format(Precision.parse(text), "SGLang")
-    assert plain_format(FP16, "SGLang") == "fp16"
+        plain_format(Precision.parse(text), "TensorRT-LLM")
+    assert plain_format(FP16, "TensorRT-LLM") == "fp16"
 
 
 def test_every_backend_can_be_named() -> None:

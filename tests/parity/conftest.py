@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,13 @@ def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     load_plugins()
     pass_convolutions(monkeypatch)
     note_convolutions(monkeypatch)
-    return partial(SGLang, folder=tmp_path)
+
+    def start(stream: Stream) -> Side:
+        monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")  # SGLang sets it; undone after the test
+        monkeypatch.setenv("REPLAYSSM_PRECISION", stream.precision)
+        return SGLang(stream, tmp_path)
+
+    return start
 
 
 def _trtllm(manager: str) -> Any:

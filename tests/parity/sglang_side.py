@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from replayssm.core.formats import state_tensors
 from tests.adapters.sglang.engine import Engine, make_batch, write_model
 from tests.parity.stream import LAYERS, SEQUENCES, WINDOW, Inputs, Slot, Stream
 
@@ -129,9 +130,11 @@ class SGLang:
         slot = int(self.slots[name])
         cursors = self.rings.cursors
         rings = [{key: tensor[slot] for key, tensor in layer.items()} for layer in self.rings.rings]
+        reads = [state_tensors(copy) for copy in self.rings.read_states or ()]
         return Slot(
-            list(self.engine.states[:, slot]), rings, int(cursors.start[slot]), int(cursors.history[slot])
-        )
+            list(self.engine.states[:, slot]), rings, int(cursors.start[slot]), int(cursors.history[slot]),
+            [tuple(tensor[slot] for tensor in tensors) for tensors in reads],
+        )  # fmt: skip
 
     def _admit(self, name: str) -> None:
         """A row and a slot."""

@@ -53,12 +53,14 @@ class Slot(NamedTuple):
         rings: per layer the ring tensors by name, `[heads, R, ...]`.
         start: row of the first live record; `None` before the sequence has a ring.
         history: live records.
+        read_states: per layer the tensors of the copy that steps read, where there is one.
     """
 
     states: list[torch.Tensor]
     rings: list[Inputs]
     start: int | None
     history: int
+    read_states: Sequence[tuple[torch.Tensor, ...]] = ()
 
 
 class Side(Protocol):
@@ -123,6 +125,7 @@ class Stream:
         rule: of the layers.
         act: dtype of activations.
         speculates: whether the server that gets it has speculation.
+        precision: of states, short.
         weights: per layer `A_log` and `dt_bias`, for Mamba-2 `D` too, fp32.
         events: in order.
     """
@@ -130,6 +133,7 @@ class Stream:
     rule: str
     act: torch.dtype
     speculates: bool
+    precision: str = "fp32"
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(11)
@@ -283,13 +287,36 @@ def away(rule: str) -> Stream:
     return stream
 
 
+def split(rule: str) -> Stream:
+    """States in two copies: steps, drafts, a copy in the middle of a window, a leave and a return."""
+    stream = Stream(rule, torch.bfloat16, speculates=True, precision="int8/fp32")
+    stream.prefill("a")
+    stream.prefill("b")
+    for _ in range(WINDOW + 1):
+        stream.step("a", "b")
+    for drafts, accepted in ((4, (2, 1)), (3, (1, 3)), (4, (4, 2)), (4, (1, 1))):
+        stream.verify(["b", "a"], drafts, accepted)
+        stream.step("a")
+    stream.copy("a", "c", COPIED_LATER)
+    for _ in range(WINDOW):
+        stream.step("a", "c", label=COPIED_LATER)
+    stream.take_away("b")
+    stream.step("a", label=AWAY)
+    stream.bring_back("b")
+    for _ in range(WINDOW + 1):
+        stream.step("a", "b", label=AWAY)
+    return stream
+
+
 STREAMS: dict[str, Callable[[str], Stream]] = {
     "drafts": lambda rule: life(rule, torch.bfloat16, speculates=True),
     "standard": lambda rule: life(rule, torch.float32, speculates=False),
     "copied": copied_later,
     "away": away,
+    "split": split,
 }
-"""By name, for a rule. States are in fp32, activations in bf16, without speculation in fp32."""
+"""By name, for a rule. States are in fp32, in one stream with a copy to read beside them; activations are in
+bf16, without speculation in fp32."""
 
 
 @cache
@@ -371,6 +398,9 @@ def _held(name: str, slot: Slot) -> dict[str, torch.Tensor]:
             assert slot.start is not None
             live = (slot.start + torch.arange(slot.history)) % ring.shape[1]
             seen[f"{field_name} of {name}, layer {layer}"] = ring[:, live]
+    for layer, tensors in enumerate(slot.read_states if slot.history else ()):
+        for number, tensor in enumerate(tensors):
+            seen[f"read copy {number} of {name}, layer {layer}"] = tensor.clone()
     return seen
 
 

@@ -71,7 +71,7 @@ def test_the_same_bits(
 def test_the_reference_is_the_recurrence(rule: str, name: str, record_property: Record) -> None:
     """Outputs against the fp64 oracle, so that the adapters are not equal and wrong."""
     stream, moments = recorded(rule, name), reference(rule, name)
-    tolerance = 2e-4 if stream.act is torch.float32 else 2e-2
+    tolerance = 2e-4 if stream.act is torch.float32 else 2e-2 if stream.precision == "fp32" else 5e-2
     truth = Truth(stream)
     for event, moment in zip(stream.events, moments, strict=True):
         for layer, expected in enumerate(truth.send(event)):

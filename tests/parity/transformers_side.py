@@ -19,6 +19,7 @@ from torch import nn
 from replayssm.adapters.transformers import Handle, enable
 from replayssm.adapters.transformers.cache_layer import ReplayedCache, detach
 from replayssm.core import ReplayCache
+from replayssm.core.formats import state_tensors
 from tests.parity.stream import LAYERS, WINDOW, Inputs, Slot, Stream
 
 _SMALL: dict[str, Any] = {
@@ -43,7 +44,11 @@ class Transformers:
         self.model = _model(stream).to(stream.act).eval()
         with torch.no_grad():
             self.handle: Handle = enable(
-                self.model, window=WINDOW, max_draft=stream.max_draft, backend="torch", precision="fp32"
+                self.model,
+                window=WINDOW,
+                max_draft=stream.max_draft,
+                backend="torch",
+                precision=stream.precision,
             )
         self.mixers = [mixer.module for mixer in self.handle.mixers]
         for mixer, weights in zip(self.mixers, stream.weights, strict=True):
@@ -57,8 +62,10 @@ class Transformers:
         self.caches[name] = DynamicCache(config=self.model.config)
         nothing = torch.zeros(1, PROMPT_TOKENS, _width(self.stream), dtype=self.stream.act)
         self._run(name, [nothing] * LAYERS)
-        for layer, state in zip(self._replay(name).layers, states, strict=True):
+        replay = self._replay(name)
+        for layer, state in zip(replay.layers, states, strict=True):
             layer.state[0] = state
+        replay.adopt(torch.zeros(1, dtype=torch.int64))
 
     def step(self, names: Sequence[str], tokens: list[Inputs]) -> list[torch.Tensor]:
         """See `Side`."""
@@ -96,7 +103,9 @@ class Transformers:
         replay = self._replay(name)
         start, history = (int(cursor[0]) for cursor in (replay.cursors.start, replay.cursors.history))
         rings = [{key: ring[0] for key, ring in layer.rings.items()} for layer in replay.layers]
-        return Slot([layer.state[0] for layer in replay.layers], rings, start, history)
+        reads = [state_tensors(layer.read_state) for layer in replay.layers if layer.read_state is not None]
+        read_states = [tuple(tensor[0] for tensor in tensors) for tensors in reads]
+        return Slot([layer.state[0] for layer in replay.layers], rings, start, history, read_states)
 
     def _replay(self, name: str) -> ReplayCache:
         """States and rings of a sequence, the cursors moved past its last token."""

@@ -29,6 +29,8 @@ def absent(manager: str, stream: Stream) -> str | None:
         return "states are copied behind prompts"
     if AWAY in labels and manager != "v2":
         return "only V2 suspends"
+    if stream.precision != "fp32":
+        return "states are one plain copy"
     return None
 
 

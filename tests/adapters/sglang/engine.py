@@ -113,7 +113,8 @@ class Engine:
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
         args = server_args(model, **options)
-        runtime_context.publish(args, role="scheduler")
+        ranks = runtime_context.SpawnRanks(world_rank=0)
+        runtime_context.publish(args, role="scheduler", ranks=ranks)
         config = ModelConfig.from_server_args(args)
         params = mambaish_config(config).mamba2_cache_params
         assert len(params.layers) == LAYERS
@@ -180,6 +181,7 @@ class Engine:
         rows: Sequence[int],
         tokens: list[Inputs],
         tracked: Sequence[bool] | None = None,
+        requests: Sequence[Any] = (),
         **batch: Any,
     ) -> list[torch.Tensor]:
         """One decode step of the requests in `rows` (0: a padded row), through all layers.
@@ -188,6 +190,7 @@ class Engine:
             rows: rows of the request pool.
             tokens: for each layer the inputs of each row behind the convolution, see `draw`.
             tracked: which rows the prefix cache keeps, where the scheduler's batch has said it.
+            requests: SGLang's requests, where the scheduler's batch has them.
             **batch: further attributes of the batch.
 
         Returns:
@@ -196,10 +199,8 @@ class Engine:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         forward_batch = make_batch(ForwardMode.DECODE, rows, **batch)
-        if tracked is not None:
-            forward_batch = hooks.keep_tracked_rows(
-                lambda *args: forward_batch, None, SimpleNamespace(mamba_track_mask_cpu=tracked), None
-            )
+        scheduled = SimpleNamespace(mamba_track_mask_cpu=tracked, reqs=requests)
+        forward_batch = hooks.keep_rows(lambda *args: forward_batch, None, scheduled, self.runner)
 
         def run() -> list[torch.Tensor]:
             self.backend.init_forward_metadata(forward_batch)

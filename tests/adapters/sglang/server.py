@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from replayssm.adapters.sglang.served import pool_of
+from replayssm.core.formats import state_format
 from tests import oracle
 from tests.adapters.sglang.engine import LAYERS, Engine, Inputs, make_batch
 
@@ -24,6 +26,9 @@ TOLERANCE = 2e-4
 """Sequences are short and states of order one; an error that is a fault is of order one too."""
 TOLERANCES = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 """By the states' format."""
+READ_ERRORS = {"int8": 0.05, "fp8": 0.05, "nvfp4": 0.1}
+"""Of outputs in parts of a token's largest, by the format of the copy that steps read; states have no part in
+it."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,9 @@ class Server:
 
         self.engine = engine
         self.tolerance = TOLERANCES[engine.states.dtype]
+        pool = pool_of(engine.slots)
+        read_states = None if pool is None else pool.read_states
+        self.read_error = 0.0 if read_states is None else READ_ERRORS[state_format(read_states[0])]
         self.inputs = engine.draw(VOCABULARY, generator)
         kv = SimpleNamespace(cpu_copy_carries_mamba=False, layer_transfer_counter=None)
         self.allocator = TokenToKVPoolAllocator(4096, torch.float32, "cpu", kv, False)
@@ -152,12 +160,12 @@ class Server:
         ids = torch.tensor([req.output_ids[-1] for req in requests] + [0] * padded)
         tokens: list[Inputs] = [{name: value[ids] for name, value in layer.items()} for layer in self.inputs]
         rows = [req.kv.req_pool_idx for req in requests] + [0] * padded
-        outputs = self.engine.decode(rows, tokens, tracked, **batch)
+        outputs = self.engine.decode(rows, tokens, tracked, requests, **batch)
         for layer, out in enumerate(outputs):
             assert (out[len(requests) :] == 0).all(), "a padded row"
             for row, req in enumerate(requests):
                 _, want = self._token(layer, self._tokens(req))
-                torch.testing.assert_close(out[row].double(), want, rtol=self.tolerance, atol=self.tolerance)
+                self.assert_output(out[row], want)
         for req in requests:
             self._sample(req)
 
@@ -195,9 +203,7 @@ class Server:
                 for node in range(nodes):
                     fed = [*self._tokens(req)[:-1], *draft.path(node)]
                     _, want = self._token(layer, fed)
-                    torch.testing.assert_close(
-                        out[row, node].double(), want, rtol=self.tolerance, atol=self.tolerance
-                    )
+                    self.assert_output(out[row, node], want)
         self.commit(requests, drafts, road, targets)
         for req, draft in zip(requests, drafts, strict=True):
             for node in draft.accepted:
@@ -300,6 +306,14 @@ class Server:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         self.tree.evict(EvictParams(num_tokens=0, mamba_num=states))
+
+    def assert_output(self, out: torch.Tensor, want: torch.Tensor) -> None:
+        """A token's output is the oracle's, but for the error of what a step reads."""
+        if self.read_error == 0.0:
+            torch.testing.assert_close(out.double(), want, rtol=self.tolerance, atol=self.tolerance)
+            return
+        error = (out - want).abs().amax() / want.abs().amax().clamp(min=1.0)
+        assert error < self.read_error
 
     def _allocate(self, req: Any) -> None:
         """A row and, if it has none, a slot; as the scheduler does, states of the cache make room."""

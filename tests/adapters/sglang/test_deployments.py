@@ -47,7 +47,7 @@ def test_hierarchical_cache(plain: Plain, tmp_path: Path) -> None:
 
 
 def test_prefill_and_decode_apart(plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L14: one server prefills, another decodes, both with the flag."""
+    """L14: one server prefills, another decodes, both with the flag; one reads copies that it has made."""
     (tmp_path / "files").mkdir()
     monkeypatch.setenv("CPU_ENGINE_TRANSFERS", str(tmp_path / "files"))
     model = convert("gdn", tmp_path / "gdn")
@@ -55,8 +55,9 @@ def test_prefill_and_decode_apart(plain: Plain, tmp_path: Path, monkeypatch: pyt
     given = {"prompts": off["prompts"], "disaggregation_transfer_backend": "nixl"}
     first, _ = serve(model, **ON, **given, disaggregation_mode="prefill")
     assert first["outputs"] == [tokens[:1] for tokens in off["outputs"]]
+    monkeypatch.setenv("REPLAYSSM_PRECISION", "fp16/fp32")
     on, log = serve(model, **ON, **given, disaggregation_mode="decode")
-    assert "replayssm: 6 gdn layers of SGLang" in log
+    assert "window 7, no drafts; state fp16/fp32" in log
     assert_same(on, off)
 
 

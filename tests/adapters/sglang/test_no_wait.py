@@ -61,12 +61,20 @@ def test_decode_reads_nothing_back(
         assert engine.states[:, slot].abs().amax() > 0, "no flush and no snapshot was seen"
 
 
-@pytest.mark.parametrize(("breadth", "road"), [(3, ROADS[0]), *((1, road) for road in ROADS)])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "breadth", "road", "precision"),
+    [
+        *((rule, 3, ROADS[0], "fp32") for rule in RULES),
+        *((rule, 1, road, "fp32") for rule in RULES for road in ROADS),
+        ("gdn", 3, ROADS[0], "nvfp4/fp16+sr"),
+    ],
+)
 def test_verification_reads_nothing_back(
-    rule: str, breadth: int, road: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rule: str, breadth: int, road: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Verifications and their commits, with flushes and a tracked state, and standard steps between."""
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")  # SGLang sets it; undone after the test
+    monkeypatch.setenv("REPLAYSSM_PRECISION", precision)
     test_verify.note_convolutions(monkeypatch)
     monkeypatch.setattr(rows, "may_read_back", lambda tensor: False)
     engine = test_verify.start(rule, tmp_path, breadth)

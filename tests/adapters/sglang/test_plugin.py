@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from replayssm.adapters.sglang.patch_points import (
     PatchPoint,
 )
 from replayssm.core.config import ConfigError
+from replayssm.core.formats import state_tensors
 from tests.adapters.sglang.engine import RULES, Engine, server_args, write_model
 
 # A process of SGLang: plugins are loaded, then arguments parsed and resolved. Prints what came of it.
@@ -67,9 +69,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_options_in_a_fresh_process(model: Path) -> None:
     found, text = process(
-        model, "--enable-linear-replayssm", "--replayssm-window", "8", REPLAYSSM_BACKEND="torch"
-    )
-    assert found == [{"window": 8, "backend": "torch", "speculation": False}, False], text
+        model, "--enable-linear-replayssm", "--replayssm-window", "8",
+        "--replayssm-precision", "nvfp4/fp16+sr", REPLAYSSM_BACKEND="torch",
+    )  # fmt: skip
+    shown = {"window": 8, "backend": "torch", "precision": "nvfp4/fp16+sr", "speculation": False}
+    assert found == [shown, False], text
 
 
 @pytest.mark.parametrize(
@@ -241,13 +245,54 @@ def test_options_without_the_flag_are_refused(model: Path) -> None:
 def test_one_setting_given_twice() -> None:
     with pytest.raises(ConfigError, match="--replayssm-window 8 and --linear-replayssm-cache-len 4"):
         settings.settle(settings.Options(window=8), 4, None)
-    with pytest.raises(ConfigError, match="--mamba-ssm-dtype float32 and replayssm's precision bf16"):
+    with pytest.raises(ConfigError, match=r"--mamba-ssm-dtype float32 and the .* precision bf16 are"):
         settings.settle(settings.Options(precision="bf16"), 16, "float32")
-    with pytest.raises(
-        ConfigError, match=r"precision 'nvfp4/fp16\+sr': under SGLang the states are one copy"
-    ):
-        settings.settle(settings.Options(precision="nvfp4/fp16+sr"), 16, None)
+    with pytest.raises(ConfigError, match=r"float32 and the recurrence copy of .* nvfp4/bf16 are"):
+        settings.settle(settings.Options(precision="nvfp4/bf16"), 16, "float32")
     assert settings.settle(settings.Options(window=8), 8, None).window == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "stored"),
+    [
+        ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16+sr", "float16"), ("bf16/fp32", "float32"),
+        ("nvfp4/fp32", "float32"), ("nvfp4/fp16+sr", "float16"), ("int8/fp16", "float16"),
+        ("fp8/bf16", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_precisions_that_are_served(text: str, stored: str) -> None:
+    """SGLang's pool has the copy that recurs; its own option may say the same."""
+    for given in (None, stored):
+        found = settings.settle(settings.Options(precision=text), 16, given)
+        assert (found.precision, found.ssm_dtype) == (text, stored)
+
+
+@pytest.mark.parametrize("text", ["fp8+sr", "nvfp4+sr", "nvfp4+force", "nvfp4/fp8+sr"])
+def test_states_that_recur_packed_are_refused(
+    text: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At start, with one error that says what is served and why not this."""
+    monkeypatch.setenv("REPLAYSSM_PRECISION", text)
+    message = (
+        rf"precision '{re.escape(text)}': the copy that recurs lies in SGLang's own pool, and its prefill "
+        r"kernels write states in fp32, bf16, fp16: expected one of these, fp16\+sr, or .* 'nvfp4/fp16\+sr'"
+    )
+    with pytest.raises(ConfigError, match=message):
+        resolved(model, enable_linear_replayssm=True)
+
+
+def test_a_packed_state_rounded_to_nearest_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L25: by the precision itself, before SGLang comes into it."""
+    monkeypatch.setenv("REPLAYSSM_PRECISION", "nvfp4")
+    with pytest.raises(ConfigError, match=r"an nvfp4 state .* drifts away .* \('nvfp4\+force'\)"):
+        resolved(model, enable_linear_replayssm=True)
+
+
+def test_a_format_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")  # SGLang sets it; undone after the test
+    monkeypatch.setenv("REPLAYSSM_PRECISION", "mxfp4/fp32")
+    with pytest.raises(ValueError, match="must divide the key dimension, got K=16"):
+        Engine.start("gdn", write_model("gdn", tmp_path), enable_linear_replayssm=True)
 
 
 def test_options_of_the_command_line(tmp_path: Path) -> None:
@@ -258,6 +303,11 @@ def test_options_of_the_command_line(tmp_path: Path) -> None:
     options = settings.read_options(parser.parse_args(["--replayssm-config", str(file)]))
     assert settings.settle(options, 16, None) == settings.Settings(12, "torch", None)
     assert settings.settle(options, 6, None) == settings.Settings(6, "torch", None)
+    with file.open("a") as more:
+        more.write("precision: {read: nvfp4, recurrence: fp16+sr}\n")
+    assert settings.settle(options, 16, None).precision == "nvfp4/fp16+sr"
+    typed = parser.parse_args(["--replayssm-config", str(file), "--replayssm-precision", "int8/fp32"])
+    assert settings.settle(settings.read_options(typed), 16, None).precision == "int8/fp32"
 
 
 def test_the_off_switch_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,11 +392,17 @@ def test_without_the_flag_pools_are_sglangs_own(rule: str, tmp_path: Path) -> No
     assert served.layer_of(engine.states[0]) is None
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_rings_are_in_the_budget(rule: str, tmp_path: Path) -> None:
-    """L26: SGLang's own account of its pool, and its share of memory for slots, have the rings."""
+@pytest.mark.parametrize(
+    ("rule", "precision"), [*((rule, "fp32") for rule in RULES), ("kda", "nvfp4/fp16+sr")]
+)
+def test_rings_are_in_the_budget(
+    rule: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L26: SGLang's own account of its pool, and its share of memory, have the rings and read copies."""
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")  # SGLang sets it; undone after the test
+    monkeypatch.setenv("REPLAYSSM_PRECISION", precision)
     engine = Engine.start(rule, write_model(rule, tmp_path), enable_linear_replayssm=True)
     pool = engine.slots.mamba_pool._replayssm
     configurator = SimpleNamespace(
@@ -365,8 +421,9 @@ def test_rings_are_in_the_budget(rule: str, tmp_path: Path) -> None:
         return memory
 
     assert hooks.budget_rings(original, configurator, 1.5) == 1.5
-    rings = sum(tensor.nbytes for tensor in pool.stacked.values())
-    assert seen == [7 + rings // engine.states.shape[1]]
+    copies = [tensor for copy in pool.read_states or () for tensor in state_tensors(copy)]
+    added = sum(tensor.nbytes for tensor in (*pool.stacked.values(), *copies))
+    assert seen == [7 + added // engine.states.shape[1]]
     assert configurator.extra_mamba_cache_bytes_per_req == 7
 
 

@@ -83,5 +83,6 @@ def test_tracked_rows_come_with_the_batch(server: Server, monkeypatch: pytest.Mo
 
     made = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: True))
     batch = SimpleNamespace(mamba_track_mask_cpu=[False, True, True])
-    assert hooks.keep_tracked_rows(lambda *args: made, ForwardBatch, batch, None) is made
+    runner = SimpleNamespace(is_draft_worker=False, req_to_token_pool=server.engine.slots)
+    assert hooks.keep_rows(lambda *args: made, ForwardBatch, batch, runner) is made
     assert vars(made)[hooks._TRACKED] == [1, 2]

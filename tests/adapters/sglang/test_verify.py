@@ -7,12 +7,14 @@ states must not be called at all.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from replayssm import kernels
 from tests.adapters.sglang.engine import RULES, Engine, write_model
 from tests.adapters.sglang.server import Server, live
 
@@ -73,6 +75,8 @@ def poisoned(engine: Engine, seed: int = 5) -> Server:
     engine.states[:, 1:].fill_(float("nan"))
     for ring in pool.stacked.values():
         ring.fill_(float("nan"))
+    for copy in pool.read_states or ():
+        kernels.store_states(torch.empty(copy.shape), torch.full(copy.shape, torch.nan), copy)
     pool.cursors.history[1:] = 3
     pool.cursors.start[1:] = 2
     return Server(engine, torch.Generator().manual_seed(seed))
@@ -88,10 +92,16 @@ def fed(req: Any) -> list[int]:
     return [*req.origin_input_ids, *req.output_ids][:-1]
 
 
-def run_schedule(server: Server, seed: int, tree: bool) -> None:
+def run_schedule(
+    server: Server,
+    seed: int,
+    tree: bool,
+    events: int = 170,
+    look: Callable[[Server], None] | None = None,
+) -> None:
     """Random requests: every step is a verification of some length or a standard step.
 
-    By one of two backends, as adaptive speculation has one for each length.
+    By one of two backends, as adaptive speculation has one for each length. After each event comes a `look`.
     """
     rng = random.Random(seed)
     backends = [server.engine.runner.attn_backend, server.engine.another_backend()]
@@ -103,7 +113,7 @@ def run_schedule(server: Server, seed: int, tree: bool) -> None:
     done = dict.fromkeys(choices, 0)
     lengths = set()
     target = server.engine.slots.mamba_allocator.alloc(1)
-    for _ in range(170):
+    for _ in range(events):
         choice = rng.choice(choices)
         if choice == "copy" and server.running:
             req = rng.choice(server.running)
@@ -132,6 +142,8 @@ def run_schedule(server: Server, seed: int, tree: bool) -> None:
         elif not live(server, choice, rng, away):
             continue
         done[choice] += 1
+        if look is not None:
+            look(server)
     assert min(done.values()) > 0
     assert done["tracked"] > 2
     assert lengths == set(range(1, DRAFTS + 1)), "drafts of every length, none at all too"
@@ -275,10 +287,16 @@ def planned(engine: Engine, memory: float) -> tuple[int, float]:
     return get_schedule().max_mamba_cache_size, left
 
 
-@pytest.mark.parametrize("breadth", [1, 3], ids=["chain", "tree"])
-@pytest.mark.parametrize("rule", RULES)
-def test_the_budget_has_rings_and_no_snapshots(rule: str, breadth: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rule", "breadth", "precision"),
+    [*((rule, breadth, "fp32") for rule in RULES for breadth in (1, 3)), ("gdn", 1, "nvfp4/fp16+sr")],
+)
+def test_the_budget_has_rings_and_no_snapshots(
+    rule: str, breadth: int, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L26: SGLang's plan is what the pool then takes."""
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "float32")  # SGLang sets it; undone after the test
+    monkeypatch.setenv("REPLAYSSM_PRECISION", precision)
     memory, requests = 4 / 1024, 4
     given = {"max_running_requests": requests, "mamba_full_memory_ratio": 1.0}
     engine = start(rule, tmp_path, breadth, **given)
