@@ -1,4 +1,4 @@
-"""The CUDA backend's kernel on a CPU: its source, compiled by g++ with an emulator of a program's warps."""
+"""The CUDA backend's kernels on a CPU: its source, compiled by g++ with an emulator of a program's warps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from replayssm.kernels import cuda_backend, registry
-from replayssm.kernels.cuda_backend import build
+from replayssm.kernels.cuda_backend import build, fold
 from replayssm.kernels.cuda_backend.build import KernelConfig
 
 HERE = Path(__file__).with_name("emulator")
@@ -64,5 +64,6 @@ def serve_on_cpu(monkeypatch: pytest.MonkeyPatch, backwards: bool = False) -> No
     """Make backend "cuda" run here, emulated."""
     monkeypatch.setitem(registry.BACKENDS, "cuda", cuda_backend.__name__)
     monkeypatch.setattr(cuda_backend, "unavailable", lambda device_type: None)
-    monkeypatch.setattr(cuda_backend, "program", partial(emulated_program, backwards=backwards))
+    for module in (cuda_backend, fold):
+        monkeypatch.setattr(module, "program", partial(emulated_program, backwards=backwards))
     registry._resolve.cache_clear()
