@@ -370,7 +370,7 @@ DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const Read& read, const
         for (int i = 0; i < 4; i++) off[r][i] = 0.f;
 #pragma unroll
     for (int step = 0; step < 8; step++) {
-        warp_sync();
+        warp_sync();  // or more loads at once than there are registers for
         u32 d[OFF_TERMS][4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -446,7 +446,7 @@ DEVICE void fold(float (&x)[2][32], const float (&u)[RECORDS][2][2], int g, int 
     constexpr int TILES = KDA || RECORDS == 4 ? 2 : 4;  // at once; a chunk of keys has four
 #pragma unroll
     for (int first = 0; first < 16; first += TILES) {
-        if (TILES == 2) warp_sync();
+        if (TILES == 2) warp_sync();  // as above
         float d[TILES][4], d_low[TILES][4];
 #pragma unroll
         for (int i = 0; i < TILES; i++)
@@ -579,8 +579,39 @@ DEVICE void store_head(const FoldParams& p, int b, int head, float (&x)[2][32], 
     store_tile<READ_AS, false, STATE != FP16>(read, p.read, x, slot, head, maxima + WARPS, warp, lane, words);
 }
 
+// Values of the history, zeros for what is none.
+DEVICE void load_values(float (&u)[RECORDS][2][2], const char* ring, int start, int hist, int R, int v,
+                        int c) {
+#pragma unroll
+    for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int j = 8 * r + 2 * c + n, past = start + j, row = past >= R ? past - R : past;
+            const char* const from = ring + (row * V + v) * U_BYTES;
+            u[r][n][0] = u[r][n][1] = 0.f;
+            if (j >= hist) continue;
+            if (DELTA) {
+                const float2 y = *(const float2*)from;
+                u[r][n][0] = y.x, u[r][n][1] = y.y;
+            } else {
+                widen(load2(from), u[r][n]);
+            }
+        }
+}
+
+DEVICE void decode(float (&x)[2][32], const State& state, const Scales& scales, int c) {
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+        for (int e = 0; e < 32; e++) {
+            x[r][e] = unscaled(state, r, e);
+            if (State::PACKED) x[r][e] *= scale_of<STATE, RUN>(scales, r, e / State::SPAN, c);
+        }
+}
+
 DEVICE void fold_head(const FoldParams& p, int b, int head) {
-    const int warp = warp_id(), lane = lane_id(), thread = 32 * warp + lane, g = lane >> 2, c = lane & 3;
+    const int warp = warp_id(), lane = shuffle(lane_id(), lane_id());  // as in store_head
+    const int thread = 32 * warp + lane, g = lane >> 2, c = lane & 3;
     const i64 ring = ring_of(p, b);
     const int v = 16 * warp + 2 * g, key_head = head / GROUP;
     const int start = p.ring_start[ring], hist = p.hist_len[ring];
@@ -603,22 +634,7 @@ DEVICE void fold_head(const FoldParams& p, int b, int head) {
     Scales read_scales;
     if (CORRECTS) read_scales = load_tile<READ_AS>(read, p.read, slot_of(p, b), head, v, c);
     float u[RECORDS][2][2];
-#pragma unroll
-    for (int r = 0; r < RECORDS; r++)
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            const int j = 8 * r + 2 * c + n;
-            const char* const from = u_ring + (ring_row(j) * V + v) * U_BYTES;
-            u[r][n][0] = u[r][n][1] = 0.f;
-            if (j < hist && inside) {
-#if RULE == 0
-                widen(load2(from), u[r][n]);
-#else
-                const float2 y = *(const float2*)from;
-                u[r][n][0] = y.x, u[r][n][1] = y.y;
-#endif
-            }
-        }
+    load_values(u, u_ring, start, inside ? hist : 0, p.R, v, c);
     float gate = 0.f, beta = 0.f, A = 0.f;
     if (warp == 0 && lane < hist) {
         if (!KDA) gate = g_ring[ring_row(lane)];
@@ -643,22 +659,13 @@ DEVICE void fold_head(const FoldParams& p, int b, int head) {
 
     if (STATE == FP32) scales = load_tile<STATE>(state, p.state, slot_of(p, b), head, v, c);
     float x[2][32];
-    auto decode = [&]() {
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-#pragma unroll
-            for (int e = 0; e < 32; e++) {
-                x[r][e] = unscaled(state, r, e);
-                if (State::PACKED) x[r][e] *= scale_of<STATE, RUN>(scales, r, e / State::SPAN, c);
-            }
-    };
-    if (State::PACKED) decode();
-    if (CORRECTS)  // two 16-bit values in a register until they are folded
+    if (State::PACKED) decode(x, state, scales, c);
+    if (CORRECTS)
         correct(
             u, [&](int r, int e) { return State::PACKED ? x[r][e] : unscaled(state, r, e); }, read,
             read_scales, g, c);
-    else block_sync();  // the weights are there
-    if (!State::PACKED) decode();
+    else block_sync();                                // the weights are there
+    if (!State::PACKED) decode(x, state, scales, c);  // late: 16-bit values lie two in a register
     fold(x, u, g, c);
     warp_sync();
     store_head(p, b, head, x, state);

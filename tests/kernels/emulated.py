@@ -1,4 +1,4 @@
-"""The CUDA backend's kernel on a CPU: its source, compiled by g++ with an emulator of a program's warps."""
+"""The CUDA backend's kernels on a CPU: their sources, compiled by g++ with an emulator of a program's warps."""
 
 from __future__ import annotations
 
