@@ -46,6 +46,7 @@ def test_all_is_well() -> None:
         ("SGLANG_PLUGINS", "another", {"plugin"}, "expected replayssm among the names"),
         ("REPLAYSSM_WINDOW", "wide", {"settings", "kernels"}, "window"),
         ("REPLAYSSM_BACKEND", "cuda", {"kernels"}, "backend 'cuda' cannot run on cpu"),
+        ("REPLAYSSM_PRECISION", "nvfp4+sr", {"settings"}, "recurs lies in SGLang's own pool"),
     ],
 )
 def test_what_stands_in_the_way(
