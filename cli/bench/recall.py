@@ -60,7 +60,7 @@ class Layer:
 
 
 class Stream:
-    """The tokens, piece by piece: q, k `[T, HV, K]`, v `[T, HV, V]`, beta `[T]` and which pairs q asks for."""
+    """The tokens, piece by piece: q and k `[T, HV, K]`, v `[T, HV, V]`, beta `[T]`, and whom q asks for."""
 
     def __init__(self, layer: Layer, seed: int) -> None:
         self.layer = layer
@@ -112,7 +112,7 @@ class Stream:
 
 
 def exact_steps(layer: Layer, state: torch.Tensor, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """State `[HV, V, K]` fp64 after the tokens, and their outputs `[T, HV, V]`: the recurrence as it reads."""
+    """State `[HV, V, K]` fp64 after the tokens, and their outputs `[T, HV, V]`: the recurrence itself."""
     decay = layer.rates.double().exp()[:, None, :]
     outputs = []
     for q, k, v, beta in zip(*(inputs[name].double() for name in ("q", "k", "v", "beta")), strict=True):
@@ -153,6 +153,7 @@ class Decoded:
             "out": torch.empty_like(v),
         }
         if self._layer.rule is Rule.MAMBA2:
+            assert self._buffers.A is not None
             dt = torch.ones(1, tokens, self._layer.heads, device=device)
             out = mamba2_step(**stored, x=v, dt=dt, A=self._buffers.A, B=k, C=q)
         else:
