@@ -53,7 +53,7 @@ class Precision:
     """Storage of a recurrent state. `str` gives its short form, which `parse` reads.
 
     Attributes:
-        read: format of the copy that non-flush steps read; always rounded to nearest.
+        read: format of the copy that steps read; always rounded to nearest.
         recurrence: format of the copy that flushes start from and write.
         rounding: rounding of the recurrence copy.
         force: allow a packed recurrence copy to be rounded to nearest.

@@ -63,7 +63,9 @@ def mamba2_step(
     """One decode or verification step of a Mamba-2 layer.
 
     Writes the outputs of every token to `out`, appends the tokens' records to the ring, and folds the
-    history of those rows with `hist_len + T > window` into `state`. Cursors are not moved.
+    history of those rows with `hist_len + T > window` into `state`. Cursors are not moved. A plain state is
+    read before that fold; where states are packed, or split by a `read_state`, the fold comes first, and the
+    step goes on from the copy that it left, with no history.
 
     Args:
         state: `[slots, H, P, N]` fp32, bf16 or fp16, or a `PackedState` of that shape, the checkpoints;
@@ -89,9 +91,10 @@ def mamba2_step(
             stochastically, by the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes
             it at every step.
         layer: number of the layer, so that layers with one seed round differently.
-        read_state: as `state` in another format, the read copy: rows that do not flush read it and not
-            `state`; rows that flush write both. It holds `state` rounded to nearest; whoever else writes
-            `state` renews it (`store_states`, or `materialize` of no records in place). Mutated.
+        read_state: as `state` in another format, the read copy: outputs and records of all rows come from
+            it and never from `state`. Rows that must flush fold into both first, and go on from the renewed
+            copy. It holds `state` rounded to nearest; whoever else writes `state` renews it
+            (`store_states`, or `materialize` of no records in place). Mutated.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -195,11 +198,12 @@ def gdn_step(
             stochastically, by the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes
             it at every step.
         layer: number of the layer, so that layers with one seed round differently.
-        read_state: as `state` in another format, the read copy: rows that do not flush read it and not
-            `state`; rows that flush write both. It holds `state` rounded to nearest; whoever else writes
-            `state` renews it (`store_states`, or `materialize` of no records in place). Mutated.
-        beta_cache: `[rings, HV, R]` fp32, with `read_state` only: recorded `beta`, zero where `u` was solved
-            from the recurrence copy; mutated. See `replayssm.kernels.torch_backend.delta`.
+        read_state: as `state` in another format, the read copy: outputs and records of all rows come from
+            it and never from `state`. Rows that must flush fold into both first, and go on from the renewed
+            copy. It holds `state` rounded to nearest; whoever else writes `state` renews it
+            (`store_states`, or `materialize` of no records in place). Mutated.
+        beta_cache: `[rings, HV, R]` fp32, with `read_state` only: recorded `beta`; zero where `materialize`
+            has replaced `u`. Mutated. See `replayssm.kernels.torch_backend.delta`.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -285,11 +289,12 @@ def kda_step(
             stochastically, by the scheme in `replayssm.kernels.torch_backend.rounding`. The caller changes
             it at every step.
         layer: number of the layer, so that layers with one seed round differently.
-        read_state: as `state` in another format, the read copy: rows that do not flush read it and not
-            `state`; rows that flush write both. It holds `state` rounded to nearest; whoever else writes
-            `state` renews it (`store_states`, or `materialize` of no records in place). Mutated.
-        beta_cache: `[rings, HV, R]` fp32, with `read_state` only: recorded `beta`, zero where `u` was solved
-            from the recurrence copy; mutated. See `replayssm.kernels.torch_backend.delta`.
+        read_state: as `state` in another format, the read copy: outputs and records of all rows come from
+            it and never from `state`. Rows that must flush fold into both first, and go on from the renewed
+            copy. It holds `state` rounded to nearest; whoever else writes `state` renews it
+            (`store_states`, or `materialize` of no records in place). Mutated.
+        beta_cache: `[rings, HV, R]` fp32, with `read_state` only: recorded `beta`; zero where `materialize`
+            has replaced `u`. Mutated. See `replayssm.kernels.torch_backend.delta`.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -361,7 +366,7 @@ def materialize(
             stands for `states`, `rings` and `A`.
         rings: per layer the ring tensors by name, as `RingLayout.allocate` gives them. `None` with a
             `LayerTable`. Only read, but for a delta rule with `read_states`: there a fold in place that
-            leaves records writes these anew, as solved from the recurrence copy.
+            leaves records writes their `u` anew, as solved from the recurrence copy, and zero for `beta`.
         ring_start: `[rings]` int32.
         count: `[B]` int, records to apply, `0 <= count <= h`; 0 copies the checkpoint.
         source: `[B]` int, slot of the checkpoint.

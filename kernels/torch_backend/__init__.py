@@ -6,8 +6,6 @@ accelerator. The functions take what `replayssm.kernels`' public functions have 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from replayssm.core.cursors import Cursors
@@ -18,7 +16,9 @@ from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 from replayssm.kernels.torch_backend import delta, mamba2
 from replayssm.kernels.torch_backend.checkpoint import Checkpoint
+from replayssm.kernels.torch_backend.folding import FoldRows, after_step, before_step, fold
 from replayssm.kernels.torch_backend.formats import decode
+from replayssm.kernels.torch_backend.layer import Layer
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 SERVES_COPIES = True
@@ -59,11 +59,12 @@ def mamba2_step(
     read_state: StateCopy | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.mamba2_step`."""
-    rows = _rows(x, x_cache, ring_start, hist_len, window, index)
-    return mamba2.step(
-        rows, Checkpoint(state, read_state, rand_seed, layer), x_cache, B_cache, dt_cache, x, dt, A, B, C,
-        out, D, z, dt_bias, dt_softplus,
-    )  # fmt: skip
+    rings = {"x_cache": x_cache, "B_cache": B_cache, "dt_cache": dt_cache}
+    stored = Layer(Checkpoint(state, read_state, rand_seed, layer), rings, A)
+    rows = before_step(stored, _rows(x, x_cache, ring_start, hist_len, window, index))
+    mamba2.step(rows, stored, x, dt, A, B, C, out, D, z, dt_bias, dt_softplus)
+    after_step(stored, rows)
+    return out
 
 
 def gdn_step(
@@ -92,14 +93,15 @@ def gdn_step(
     beta_cache: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.gdn_step`."""
-    rows = _rows(q, k_cache, ring_start, hist_len, window, index)
+    rings = _delta_rings(u_cache, k_cache, g_cache, beta_cache)
+    stored = Layer(Checkpoint(state, read_state, rand_seed, layer), rings, qk_l2norm=use_qk_l2norm)
+    rows = before_step(stored, _rows(q, k_cache, ring_start, hist_len, window, index))
     g, beta = rows.tokens(g), rows.tokens(beta)
     if A_log is not None:
         g, beta = delta.gdn_gates(g, beta, A_log, dt_bias)
-    return delta.step(
-        rows, Checkpoint(state, read_state, rand_seed, layer), u_cache, k_cache, g_cache, beta_cache, q, k,
-        v, g, beta, out, scale, use_qk_l2norm,
-    )  # fmt: skip
+    delta.step(rows, stored, q, k, v, g, beta, out, scale)
+    after_step(stored, rows)
+    return out
 
 
 def kda_step(
@@ -129,14 +131,15 @@ def kda_step(
     beta_cache: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.kda_step`."""
-    rows = _rows(q, k_cache, ring_start, hist_len, window, index)
+    rings = _delta_rings(u_cache, k_cache, g_cache, beta_cache)
+    stored = Layer(Checkpoint(state, read_state, rand_seed, layer), rings, qk_l2norm=use_qk_l2norm)
+    rows = before_step(stored, _rows(q, k_cache, ring_start, hist_len, window, index))
     g, beta = rows.tokens(g), rows.tokens(beta)
     if A_log is not None:
         g, beta = delta.kda_gates(g, beta, A_log, dt_bias, lower_bound)
-    return delta.step(
-        rows, Checkpoint(state, read_state, rand_seed, layer), u_cache, k_cache, g_cache, beta_cache, q, k,
-        v, g, beta, out, scale, use_qk_l2norm,
-    )  # fmt: skip
+    delta.step(rows, stored, q, k, v, g, beta, out, scale)
+    after_step(stored, rows)
+    return out
 
 
 def materialize(
@@ -158,36 +161,15 @@ def materialize(
     slot, ring = zero_where(~live, source.long()), zero_where(~live, ring_indices.long())
     past = torch.arange(window, device=ring_start.device)
     applied = live[:, None] & (past < count[:, None])
+    held = applied if hist_len is None else live[:, None] & (past < hist_len[ring][:, None])
     for number, (state, caches) in enumerate(zip(layers.states, layers.rings, strict=True)):
         ring_rows = next(iter(caches.values())).shape[2]
-        rows = (ring_start[ring].long()[:, None] + past) % ring_rows
+        records = (ring_start[ring].long()[:, None] + past) % ring_rows
         read_state = None if layers.read_states is None else layers.read_states[number]
+        A = None if layers.A is None else layers.A[number]
         checkpoint = Checkpoint(state, read_state, rand_seed, layer + number)
-        if read_state is not None and layers.A is None:
-            assert hist_len is not None
-            held = live[:, None] & (past < hist_len[ring][:, None])
-            kept = held & ~applied & (source == target)[:, None]
-            u = _corrected(checkpoint, caches, slot, ring, rows, held, use_qk_l2norm)
-            _replace_kept(caches, u, ring, rows, kept)
-        else:
-            u = None
-        old = {
-            name: zero_where(~applied, cache[ring[:, None], :, rows].float())
-            for name, cache in caches.items()
-        }
-        S0 = zero_where(~live, checkpoint.recurrence(slot))
-        if layers.A is not None:
-            decay = layers.A[number].float()
-            folded = mamba2.fold(S0, decay, old["x_cache"], old["B_cache"], old["dt_cache"])
-        else:
-            keys = delta.keys(old["k_cache"], state.shape[1], use_qk_l2norm)
-            u = old["u_cache"] if u is None else zero_where(~applied, u)
-            folded = delta.fold(S0, keys, u, delta.per_channel(old["g_cache"]))
-        changed = live
-        if isinstance(state, PackedState):
-            checkpoint.copy(slot, target, live & (count == 0))
-            changed = live & (count > 0)
-        checkpoint.store(target, folded, changed)
+        rows = FoldRows(slot, target, ring, live, records, held, applied)
+        fold(Layer(checkpoint, caches, A, use_qk_l2norm), rows)
 
 
 def load_states(state: StateCopy) -> torch.Tensor:
@@ -204,37 +186,6 @@ def store_states(
 ) -> None:
     """See `replayssm.kernels.store_states`."""
     Checkpoint(state, read_state, rand_seed, layer).store_all(values)
-
-
-def _corrected(
-    checkpoint: Checkpoint,
-    caches: Mapping[str, torch.Tensor],
-    slot: torch.Tensor,
-    ring: torch.Tensor,
-    rows: torch.Tensor,
-    held: torch.Tensor,
-    use_qk_l2norm: bool,
-) -> torch.Tensor:
-    """The history's `u [B, L, HV, V]` without the read copy's error; zero where no record is `held`."""
-    old = {name: zero_where(~held, cache[ring[:, None], :, rows].float()) for name, cache in caches.items()}
-    D = checkpoint.recurrence(slot) - checkpoint.read(slot)
-    D = zero_where(~held.any(1), D)
-    keys = delta.keys(old["k_cache"], D.shape[1], use_qk_l2norm)
-    d = delta.correction(D, keys, delta.per_channel(old["g_cache"]), old["beta_cache"])
-    return old["u_cache"] + d
-
-
-def _replace_kept(
-    caches: Mapping[str, torch.Tensor],
-    u: torch.Tensor,
-    ring: torch.Tensor,
-    rows: torch.Tensor,
-    kept: torch.Tensor,
-) -> None:
-    """Record corrected `u` for records that a fold in place leaves, whose own checkpoint is gone."""
-    every, valid, position = ring.repeat_interleave(rows.shape[1]), kept.flatten(), rows.flatten()
-    write_rows(caches["u_cache"], every, u.flatten(0, 1), valid, position)
-    write_rows(caches["beta_cache"], every, torch.zeros_like(u[..., 0]).flatten(0, 1), valid, position)
 
 
 def compact(
@@ -280,6 +231,13 @@ def commit(
         accepted = torch.full_like(slots, accepted, dtype=torch.int32)
     slots = torch.where(slots == pad_slot_id, -1, slots)
     Cursors(ring_start, hist_len, window, rows).commit(slots, draft_lens, accepted)
+
+
+def _delta_rings(
+    u_cache: torch.Tensor, k_cache: torch.Tensor, g_cache: torch.Tensor, beta_cache: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    rings = {"u_cache": u_cache, "k_cache": k_cache, "g_cache": g_cache}
+    return rings if beta_cache is None else rings | {"beta_cache": beta_cache}
 
 
 def _rows(

@@ -1,4 +1,4 @@
-"""`Checkpoint`: a layer's stored states, the copy that steps read and the one that flushes go on from.
+"""`Checkpoint`: a layer's stored states, the copy that steps read and the one that folds go on from.
 
 It knows formats and slots, no recurrence. The read copy is always the recurrence copy as stored, rounded to
 nearest, so whoever writes the one writes both, and a copy of a slot needs the recurrence copy alone.
@@ -33,7 +33,7 @@ class Checkpoint:
     layer: int = 0
 
     def recurrence(self, slots: torch.Tensor) -> torch.Tensor:
-        """States of `slots` (`[B]` int64) as flushes start from them, fp32."""
+        """States of `slots` (`[B]` int64) as folds start from them, fp32."""
         return _load(self.state, slots)
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,15 @@
 
 Where steps read a copy `S'` of lower precision than the recurrence copy `S`, a recorded `u'` solves the
 recurrence that began at `S'`. Both are linear in state and value, so `d = u - u'` solves the same recurrence
-from `D = S - S'` with values of zero: `(I + M) d = -beta e^{G} D k`. A flush adds `d` to what it finds, and
+from `D = S - S'` with values of zero: `(I + M) d = -beta e^{G} D k`. A fold adds `d` to what it finds, and
 is exact: the error of a read copy never reaches the recurrence copy. It takes beta from the ring and reads
 both copies, once in a window. Values, from which `u` could be solved anew without the read copy, would take
 as much traffic, and room in the ring for every record: with `K = V = 128`, `R = 24` and bf16 values a seventh
-of the room of an NVFP4 and an fp16 copy, where beta takes a four-hundredth. In a step that flushes, outputs
-and new records go on from `S` and the corrected `u`; such records need no correction, and their beta is
-recorded as zero, by which `d` is zero for them.
+of the room of an NVFP4 and an fp16 copy, where beta takes a four-hundredth. A step reads `S'` alone: where a
+row must flush, its history is folded first and `S'` renewed, see `folding`. So every token's `u` comes from
+the `S'` that its window began with, and every token's beta is recorded. A fold of a part in place takes that
+`S'` away from the records it leaves; it records their `u + d`, which solves the recurrence from `S`, and for
+them a beta of zero, by which `d` is zero.
 
 One text for both: a decay has a last dimension of 1 (GDN, a scalar per head) or K (KDA, per key
 channel). Letters: B rows, T tokens, L window, H key heads, HV value heads, K key_dim, V value_dim.
@@ -21,8 +23,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from replayssm.core.rows import any_row, expand_mask, zero_where
-from replayssm.kernels.torch_backend.checkpoint import Checkpoint
+from replayssm.core.rows import zero_where
+from replayssm.kernels.torch_backend.layer import Layer
 from replayssm.kernels.torch_backend.mathematics import (
     between,
     contract,
@@ -64,11 +66,7 @@ def kda_gates(
 
 def step(
     rows: StepRows,
-    checkpoint: Checkpoint,
-    u_cache: torch.Tensor,
-    k_cache: torch.Tensor,
-    g_cache: torch.Tensor,
-    beta_cache: torch.Tensor | None,
+    layer: Layer,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -76,26 +74,21 @@ def step(
     beta: torch.Tensor,
     out: torch.Tensor,
     scale: float,
-    qk_l2norm: bool,
 ) -> torch.Tensor:
-    """One step of a layer.
+    """Outputs and records of one step of a layer.
 
     `g [B, T, HV]` (GDN) or `[B, T, HV, K]` (KDA) and `beta [B, T, HV]` are the finished fp32
     gates, dense over the step's rows; the rest as `replayssm.kernels.gdn_step`.
     """
     heads = v.shape[2]
+    u_cache, k_cache, g_cache = (layer.rings[name] for name in ("u_cache", "k_cache", "g_cache"))
     g, beta = zero_where(~rows.token, g), zero_where(~rows.token, beta)
     v_new, u_old = rows.tokens(v), rows.recorded(u_cache)
-    q_new = keys(rows.tokens(q), heads, qk_l2norm) * scale
-    k_new = keys(rows.tokens(k), heads, qk_l2norm)
-    k_old = keys(rows.recorded(k_cache), heads, qk_l2norm)
+    q_new = keys(rows.tokens(q), heads, layer.qk_l2norm) * scale
+    k_new = keys(rows.tokens(k), heads, layer.qk_l2norm)
+    k_old = keys(rows.recorded(k_cache), heads, layer.qk_l2norm)
     g_old, g_new = per_channel(rows.recorded(g_cache)), per_channel(g)  # [B, L or T, HV, 1 or K]
-    S0 = zero_where(~rows.live, checkpoint.read(rows.state))
-    flushes = any_row(rows.flush)
-    if beta_cache is not None and flushes:
-        exact = torch.where(expand_mask(rows.flush, S0), checkpoint.recurrence(rows.state), S0)
-        d = correction(exact - S0, k_old, g_old, rows.recorded(beta_cache))
-        S0, u_old = exact, torch.where(expand_mask(rows.flush, u_old), u_old + d, u_old)
+    S0 = zero_where(~rows.live, layer.checkpoint.read(rows.state))
     path = rows.path_sum(g_new)  # [B, T, HV, 1 or K]
     G = g_old.sum(1, keepdim=True) + path
     seen = (rows.token[:, :, None] & rows.history[:, None, :])[..., None, None]
@@ -106,13 +99,11 @@ def step(
         u_new = _solve(k_new, weight_new, beta, v_new - recalled)
         o = _read(S0, q_new, G) + _attend(q_new, k_old, weight_old, u_old)
         o = o + _attend(q_new, k_new, weight_new, u_new)
-        if flushes:
-            checkpoint.store(rows.state, fold(S0, k_old, u_old, g_old), rows.flush)
     rows.record(u_cache, u_new)
     rows.record(k_cache, rows.raw(k))
     rows.record(g_cache, g)
-    if beta_cache is not None:
-        rows.record(beta_cache, zero_where(rows.flush, beta))
+    if "beta_cache" in layer.rings:
+        rows.record(layer.rings["beta_cache"], beta)
     return rows.emit(out, o)
 
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from replayssm.core.rows import any_row, expand_mask, zero_where
-from replayssm.kernels.torch_backend.checkpoint import Checkpoint
+from replayssm.core.rows import zero_where
+from replayssm.kernels.torch_backend.layer import Layer
 from replayssm.kernels.torch_backend.mathematics import contract, decay, ieee_fp32, later_sum
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
 def step(
     rows: StepRows,
-    checkpoint: Checkpoint,
-    x_cache: torch.Tensor,
-    B_cache: torch.Tensor,
-    dt_cache: torch.Tensor,
+    layer: Layer,
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -33,10 +30,7 @@ def step(
     dt_bias: torch.Tensor | None,
     dt_softplus: bool,
 ) -> torch.Tensor:
-    """One step of a layer; arguments as `replayssm.kernels.mamba2_step`.
-
-    Rows that flush go on from the recurrence copy in all they do, the others from the read copy.
-    """
+    """Outputs and records of one step of a layer; arguments as `replayssm.kernels.mamba2_step`."""
     A = A.float()
     dt = rows.tokens(dt)
     if dt_bias is not None:
@@ -45,13 +39,10 @@ def step(
         dt = F.softplus(dt)
     dt = zero_where(~rows.token, dt)
     x_new, B_new, C_new = rows.tokens(x), rows.tokens(B), rows.tokens(C)
+    x_cache, B_cache, dt_cache = (layer.rings[name] for name in ("x_cache", "B_cache", "dt_cache"))
     x_old, B_old = rows.recorded(x_cache), rows.recorded(B_cache)
     dt_old = rows.recorded(dt_cache)
-    S0 = zero_where(~rows.live, checkpoint.read(rows.state))
-    flushes = any_row(rows.flush)
-    if checkpoint.read_state is not None and flushes:
-        exact = checkpoint.recurrence(rows.state)
-        S0 = torch.where(expand_mask(rows.flush, S0), exact, S0)
+    S0 = zero_where(~rows.live, layer.checkpoint.read(rows.state))
 
     g_old, g_new = A * dt_old, A * dt  # [B, L, H], [B, T, H]
     path = rows.path_sum(g_new)  # [B, T, H]
@@ -68,8 +59,6 @@ def step(
             y = y + D.float()[:, None] * x_new
         if z is not None:
             y = y * F.silu(rows.tokens(z))
-        if flushes:
-            checkpoint.store(rows.state, fold(S0, A, x_old, B_old, dt_old), rows.flush)
     rows.record(x_cache, rows.raw(x))
     rows.record(B_cache, rows.raw(B))
     rows.record(dt_cache, dt)

@@ -5,7 +5,7 @@ Shared by every rule of the torch backend; it knows cursors and shapes, no recur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,7 +25,7 @@ class StepRows:
         token: `[B, T]` bool, tokens that exist.
         parents: `[B, T]` int64, index of the token before in the same step, -1 after the history.
         ancestors: `[B, T, T]` bool, `[b, s, j]`: token `j` is `s` or an ancestor of `s`.
-        flush: `[B]` bool, rows whose history is folded in this step.
+        flush: `[B]` bool, rows whose history is to be folded with this step.
         history_rows: `[B, L]` int64, ring rows of the history, oldest first.
         history: `[B, L]` bool, which of them are live.
         draft_rows: `[B, T]` int64, ring rows that this step's tokens are written to.
@@ -90,6 +90,11 @@ class StepRows:
             draft_rows=(start[:, None] + history[:, None] + step) % ring_rows,
             source=source,
         )
+
+    def folded(self) -> StepRows:
+        """The rows behind a fold of those that must flush: these have no history, and nothing to fold."""
+        kept = self.history & ~self.flush[:, None]
+        return replace(self, flush=torch.zeros_like(self.flush), history=kept)
 
     def tokens(self, values: torch.Tensor) -> torch.Tensor:
         """Inputs `[B, T, ...]` or `[1, total, ...]` as fp32 `[B, T, ...]`, zero where no token is."""

@@ -17,6 +17,7 @@ import torch
 from replayssm import kernels
 from replayssm.core import LayerBuffers, ReplayCache
 from replayssm.core.formats import PackedState, StateCopy, allocate_states, state_tensors
+from replayssm.core.precision import Rounding
 from replayssm.kernels import BackendUnavailable, LayerTable, StepIndex, registry
 from replayssm.kernels.torch_backend.formats import decode, encode
 from replayssm.kernels.torch_backend.rounding import random_words, round_to_half
@@ -108,18 +109,21 @@ class Offset:
     exact: torch.Tensor
     off: torch.Tensor
 
-    def after(self, rule: str, token: Token, exactly: bool) -> tuple[Offset, torch.Tensor]:
-        """The state after a token whose step read one or the other, and what it gave out.
+    def after(self, rule: str, token: Token, exactly: bool = False) -> Offset:
+        """The state after a token.
 
-        What a token adds, a delta rule's `u` above all, comes from the state that its step read. Where that
-        was the exact one, a reader who takes it from the ring keeps his own error, which only decays.
+        What a token adds, a delta rule's `u` above all, comes from the state that its step read. Where it
+        was corrected since, a reader who takes it from the ring keeps his own error, which only decays.
         """
-        exact, y = oracle.TOKEN[rule](self.exact, token)
+        exact, _ = oracle.TOKEN[rule](self.exact, token)
         if exactly:
             silent = {name: torch.zeros_like(v) if name in ("beta", "x") else v for name, v in token.items()}
-            return Offset(exact, oracle.TOKEN[rule](self.off, silent)[0]), y
-        seen, y = oracle.TOKEN[rule](self.exact + self.off, token)
-        return Offset(exact, seen - exact), y
+            return Offset(exact, oracle.TOKEN[rule](self.off, silent)[0])
+        return Offset(exact, oracle.TOKEN[rule](self.exact + self.off, token)[0] - exact)
+
+    def outputs(self, rule: str, token: Token) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a reader gives out for a token, and what the exact state does."""
+        return oracle.TOKEN[rule](self.exact + self.off, token)[1], oracle.TOKEN[rule](self.exact, token)[1]
 
 
 def difference(layer: LayerBuffers) -> torch.Tensor:
@@ -130,52 +134,135 @@ def difference(layer: LayerBuffers) -> torch.Tensor:
 
 @pytest.mark.parametrize("read", ["nvfp4", "fp8"])
 @pytest.mark.parametrize("rule", RULES)
-def test_steps_read_the_read_copy_and_flushes_the_other(rule: str, read: str) -> None:
-    """Outputs, to fp32's rounding: from the read copy where a step does not flush, else from the exact state.
+def test_steps_read_the_read_copy_and_folds_store_exactly(rule: str, read: str) -> None:
+    """To fp32's rounding, all outputs come from the read copy, and all that a fold stores is exact.
 
-    What a step that flushes records is exact, and so is what a fold of a part leaves: read again, these
-    records bring no error of their own.
+    A step that flushes gives out what the read copy says that its own fold renewed. What a fold of a part
+    leaves in the ring is exact: read again, these records bring no error of their own.
     """
     layer = make(rule, f"{read}/fp32")
     walk, row = Walk.of(layer), ints([0])
     walk.hand_out(0)
     zeros = torch.zeros(layer.state.shape[1:], dtype=torch.double)
     checkpoint, error, off = Offset(zeros, zeros), 0.0, 0.0
+    far: dict[bool, list[float]] = {True: [], False: []}
     records: list[tuple[Token, bool]] = []
 
     def after(count: int) -> Offset:
         state = checkpoint
         for token, exactly in records[:count]:
-            state, _ = state.after(rule, token, exactly)
+            state = state.after(rule, token, exactly)
         return state
+
+    def folded(count: int) -> Offset:
+        """What a fold of so many records has left in both copies; the stored one is compared."""
+        nonlocal error
+        exact = after(count).exact
+        error = max(error, (kernels.load_states(layer.state)[0] - exact).abs().max().item())
+        return Offset(exact, difference(layer))
 
     for step in range(24):
         inputs = draw(layer, 1, 3, walk.generator)
         tokens = [support.oracle_token(layer, inputs, 0, t) for t in range(3)]
         flush = len(records) + 3 > walk.cache.window
         out = run_step(layer, walk.cache, inputs, StepIndex(row))
-        now = after(len(records))
+        if flush:
+            checkpoint, records = folded(len(records)), []
+        now, errs = after(len(records)), 0.0
         off = max(off, now.off.abs().max().item())
         for t, token in enumerate(tokens):
-            now, y = now.after(rule, token, exactly=flush)
-            error = max(error, (out[0, t] - y).abs().max().item())
-        if flush:
-            checkpoint, records = Offset(after(len(records)).exact, difference(layer)), []
+            read, exact = now.outputs(rule, token)
+            error = max(error, (out[0, t] - read).abs().max().item())
+            errs = max(errs, (out[0, t] - exact).abs().max().item())
+            now = now.after(rule, token)
+        far[flush].append(errs)
         kept = 1 + step % 3
-        records += [(token, flush) for token in tokens[:kept]]
+        records += [(token, False) for token in tokens[:kept]]
         walk.cache.commit(row, ints([3]), ints([kept]))
         if step % 7 == 5:
             part = len(records) // 2
             walk.cache.materialize(row, ints([part]), row)
-            checkpoint = Offset(after(part).exact, difference(layer))
-            records = [(token, True) for token, _ in records[part:]]
-    assert error < 64 * support.EPS * max(1.0, checkpoint.exact.norm(dim=-1).max().item())
+            checkpoint, records = folded(part), [(token, True) for token, _ in records[part:]]
+    limit = 64 * support.EPS * max(1.0, checkpoint.exact.norm(dim=-1).max().item())
+    assert error < limit
     assert off > 1e-3
+    assert min(far[True]) > 10 * limit, "a step that flushed did not read the read copy"
+    assert max(far[False]) > 10 * limit
+
+
+FLUSHED = ("fp8+sr", "mxfp4+force", "nvfp4/fp32", "int8/fp16+sr", "nvfp4/fp8+sr")
+
+
+@pytest.mark.parametrize("precision", FLUSHED)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_that_flushes_is_a_flush_and_then_a_step(rule: str, precision: str) -> None:
+    """Bit for bit in outputs, copies, rings and cursors, and each fold by the same random words.
+
+    Chains of any length beside each other, packed and not, draft trees, a pad, rings of other numbers than
+    the slots.
+    """
+    layer = make(rule, precision)
+    walk = Walk.of(layer)
+    slots, rings = ints([3, -1, 0, 1]), ints([1, -1, 2, 0])
+    walk.cache.hand_out(ints([0, 1, 2, 3]))
+    lens, full = ints([4, 4, 1, 3]), ints([4, 4, 4, 4])
+    parents = ints([-1, -1, 0, 1]).expand(4, 4)
+    flushed = set()
+    for number in range(9):
+        inputs = draw(layer, 4, 4, walk.generator)
+        index = StepIndex(slots, ring_indices=rings, draft_lens=lens)
+        if number % 3 == 1:
+            inputs = support.pack(inputs, lens.tolist())
+            index = StepIndex(slots, ring_indices=rings, cu_seqlens=support.bounds(lens), max_seqlen=4)
+        elif number % 3 == 2:
+            index = replace(index, draft_lens=full, parents=parents)
+        drafts = full if number % 3 == 2 else lens
+        seed = {"rand_seed": walk.cache.seed + number} if layer.rounding is Rounding.STOCHASTIC else {}
+        other, cache = deepcopy(layer), deepcopy(walk.cache)
+        out = run_step(layer, walk.cache, inputs, index, layer=2, **seed)
+
+        history = cache.history(rings)
+        flush = (slots >= 0) & (history + drafts > cache.window)
+        of_flushed = torch.where(flush, rings, -1)
+        kernels.materialize(
+            rule, [other.state], [other.rings], cache.cursors.start, history,
+            torch.where(flush, slots, -1), torch.where(flush, slots, -1), ring_indices=of_flushed,
+            window=cache.window, A=None if other.A is None else [other.A], layer=2, **seed,
+            read_states=None if other.read_state is None else [other.read_state],
+            hist_len=cache.cursors.history,
+        )  # fmt: skip
+        cache.cursors.advance(of_flushed, history)
+        assert same_bits(run_step(other, cache, inputs, index, layer=2), out)
+        accepted = ints([2, 2, 1, 3])
+        for each in (walk.cache, cache):
+            each.commit(rings, drafts, accepted)
+        assert all(map(same_bits, support.stored_tensors(layer), support.stored_tensors(other)))
+        assert same_bits(walk.cache.cursors.start, cache.cursors.start)
+        assert same_bits(walk.cache.cursors.history, cache.cursors.history)
+        flushed.add(tuple(flush.tolist()))
+    assert len(flushed) > 3
+    assert "beta_cache" not in layer.rings or (layer.rings["beta_cache"][[0, 2]] != 0).all()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16+sr"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_plain_copy_folds_behind_the_outputs(rule: str, precision: str) -> None:
+    """Outputs and records of a step that flushes know nothing of how its fold rounds."""
+    layer = make(rule, precision)
+    walk, row = Walk.of(layer), ints([0])
+    walk.hand_out(0)
+    walk.step([0], [4])
+    inputs = draw(layer, 1, 4, walk.generator)
+    exact = replace(layer, state=layer.state.float(), rounding=Rounding.NEAREST, rings=deepcopy(layer.rings))
+    outs = [run_step(each, walk.cache, inputs, StepIndex(row)) for each in (layer, exact)]
+    assert same_bits(*outs)
+    assert all(map(same_bits, layer.rings.values(), exact.rings.values()))
+    assert not torch.equal(layer.state[0].float(), exact.state[0])
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_not_read(rule: str) -> None:
-    """Steps that do not flush read no recurrence copy; of those that do only delta rules read the other."""
+    """Steps read no recurrence copy but to fold it; of folds only a delta rule's reads the other copy."""
     layer = make(rule, "nvfp4/fp32")
     assert isinstance(layer.read_state, PackedState)
     walk = Walk.of(layer)
