@@ -33,6 +33,9 @@ REWRITE = 16
 FILLER = {Rule.MAMBA2: 0.05, Rule.GDN: 0.5, Rule.KDA: 0.5}
 """How strongly all other tokens write: Mamba-2's writes add up, a delta rule's replace each other."""
 
+NOTHING = 1e-6
+"""A sum of squares below it is rounding: values have a norm of one."""
+
 Inputs = dict[str, torch.Tensor]
 
 
@@ -194,8 +197,8 @@ class Errors:
             self.exact[name] += exact[asked].square().sum().item()
 
     def relative(self, name: str) -> float | None:
-        """Error, rms, relative; `None` where nothing was recalled yet."""
-        return (self.off[name] / self.exact[name]) ** 0.5 if self.exact[name] else None
+        """Error, rms, relative; `None` where nothing that was asked for had been written yet."""
+        return (self.off[name] / self.exact[name]) ** 0.5 if self.exact[name] > NOTHING else None
 
 
 def measure(

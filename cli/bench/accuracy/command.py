@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def _measure(
         "model": model.name,
         "rule": find_mixers(model.model)[0].scan.rule.value,
         "parameters": model.model.num_parameters(),
+        "text": sha256(text.encode()).hexdigest(),
         "sequences": given.sequences,
         "window": given.window,
     }

@@ -49,8 +49,10 @@ def diverge(reference: torch.Tensor, found: torch.Tensor, targets: torch.Tensor)
     kl, agrees = [], []
     for expected, ours in zip(reference.split(PIECE, 1), found.split(PIECE, 1), strict=True):
         p, q = expected.double(), ours.double()
-        # A token that both rule out has no part in the sum, where infinities would make it NaN.
-        kl.append(torch.where(expected > -math.inf, p.exp() * (p - q), 0.0).sum(-1))
+        # Not quite normalised in fp32: `- p + q` takes that out of the sum, whose terms are then positive.
+        # A token that the reference rules out has only the last of them, since infinities would make it NaN.
+        drawn = torch.where(expected > -math.inf, p.exp() * (p - q), 0.0)
+        kl.append((drawn - p.exp() + q.exp()).sum(-1))
         agrees.append((p.argmax(-1) == q.argmax(-1)).double())
     return Divergence(torch.cat(kl, 1), torch.cat(agrees, 1), bits_of(found, targets))
 
