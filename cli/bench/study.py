@@ -1,4 +1,4 @@
-"""The record of a study of accuracy, which is written anew with every row."""
+"""The record of a study of accuracy: what it was measured with, once, and rows, kept as they come."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class Study:
     def __post_init__(self) -> None:
         if self.file is not None and not self.file.parent.is_dir():
             raise CommandError(f"--json: there is no folder {self.file.parent}")
+        gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
+        versions = {"python": platform.python_version(), **installed(*PACKAGES)}
+        command = " ".join([f"replayssm bench {self.topic}", *map(bare, self.arguments)])
+        self._heading = {**heading(self.topic, gpu, versions, command), "machine": machine()}
 
     def add(self, row: dict[str, Any]) -> None:
         """Keep a row."""
@@ -48,11 +52,4 @@ class Study:
 
     def record(self) -> dict[str, Any]:
         """The record, as `bench/results` keeps it."""
-        gpu = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else None
-        versions = {"python": platform.python_version(), **installed(*PACKAGES)}
-        command = " ".join([f"replayssm bench {self.topic}", *map(bare, self.arguments)])
-        return {
-            **heading(self.topic, gpu, versions, command),
-            "machine": machine(),
-            "rows": self.rows,
-        }
+        return {**self._heading, "rows": self.rows}
