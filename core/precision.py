@@ -123,6 +123,11 @@ class Precision:
         return self.read != self.recurrence
 
     @property
+    def folds_first(self) -> bool:
+        """Whether a step that flushes folds before it reads, so that it reads what the fold has written."""
+        return self.split or self.recurrence in PACKED
+
+    @property
     def plain(self) -> bool:
         """Whether there is one copy, in a plain format, rounded to nearest."""
         return not self.split and self.recurrence in FORMATS and self.rounding is Rounding.NEAREST

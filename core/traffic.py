@@ -156,8 +156,8 @@ def replay(
 ) -> StepTraffic:
     """One layer's step with replay: the state is read once and written by flushes only.
 
-    Of two copies a step reads the read copy; a flush goes on from the recurrence copy and writes both. Only
-    live records are read, whether a step flushes or not.
+    Of two copies a step reads the read copy; a flush goes on from the recurrence copy and writes both. Where
+    it folds first, its step reads what it wrote. Only live records are read, whether a step flushes or not.
 
     Args:
         layout: the ring.
@@ -173,11 +173,11 @@ def replay(
         raise ValueError(f"precision {precision} and a layout with split={layout.split} don't go together")
     cycle = flush_cycle(layout.window, draft, accepted)
     flushes, geometry = cycle.flush_share, layout.geometry
-    read = (1 - flushes) * read_bytes(geometry, precision) + flushes * flush_read_bytes(geometry, precision)
+    folds_read = flushes * flush_read_bytes(geometry, precision) if precision.folds_first else 0
     record = sum(_record_bytes(field, layout.geometry, accounting) for field in layout.fields)
     io = token_bytes(layout.geometry, layout.activation_dtype)
     return StepTraffic(
-        state_read=read,
+        state_read=read_bytes(geometry, precision) + folds_read,
         state_write=flushes * copies_bytes(geometry, precision),
         ring_read=cycle.records * record,
         ring_write=draft * layout.record_bytes if accounting.record_write else 0,
@@ -268,7 +268,7 @@ def copies_bytes(geometry: LayerGeometry, precision: Precision) -> int:
 
 
 def flush_read_bytes(geometry: LayerGeometry, precision: Precision) -> int:
-    """Bytes of the states that a flush reads: a delta rule's needs the difference of both copies."""
+    """Bytes of the states that a fold reads: a delta rule's needs the difference of both copies."""
     if geometry.rule is Rule.MAMBA2:
         return state_bytes(geometry, precision)
     return copies_bytes(geometry, precision)

@@ -43,7 +43,9 @@ class Account:
         if flush:
             self.add_layer_fold(layout, precision, rows, history)
         else:
-            self.read += rows * (traffic.read_bytes(geometry, precision) + history * layout.record_bytes)
+            self.read += rows * history * layout.record_bytes
+        if precision.folds_first or not flush:
+            self.read += rows * traffic.read_bytes(geometry, precision)
         self.written += rows * draft * layout.record_bytes
         self.add_layer_kept(geometry, precision, rows, draft)
 

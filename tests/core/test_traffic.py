@@ -91,11 +91,11 @@ def test_low_precision_scales_the_state_only() -> None:
 
 
 def test_a_read_copy_is_read_and_both_are_written() -> None:
-    """NVFP4 beside fp16: 2.56 bytes a value; a flush of Mamba-2 reads the latter alone."""
+    """NVFP4 beside fp16: 2.56 bytes a value; a step reads the former, a fold of Mamba-2 the latter."""
     precision, values = Precision.parse("nvfp4/fp16+sr"), SUPER.state_elements
     read = values // 2 + values // 16 + 4 * 128
     step = traffic.replay(RingLayout(SUPER, 16, 1, split=True), precision=precision)
-    assert step.state_read == 15 / 16 * read + 1 / 16 * 2 * values
+    assert step.state_read == read + 1 / 16 * 2 * values
     assert step.state_write == 1 / 16 * (read + 2 * values)
     assert step.ring_read == traffic.replay(RingLayout(SUPER, 16, 1)).ring_read
     assert round(traffic.copies_bytes(SUPER, precision) / values, 2) == 2.56
@@ -106,12 +106,12 @@ def test_a_read_copy_is_read_and_both_are_written() -> None:
 
 
 @pytest.mark.parametrize("geometry", [GDN, KDA])
-def test_a_delta_rules_flush_reads_both_copies_and_records_beta(geometry: LayerGeometry) -> None:
+def test_a_delta_rules_fold_reads_both_copies_and_records_beta(geometry: LayerGeometry) -> None:
     precision, values = Precision.parse("fp8/fp32"), geometry.state_elements
     layout = RingLayout(geometry, 16, 1, split=True)
     read = values + 4 * geometry.value_heads * geometry.value_dim
     step = traffic.replay(layout, precision=precision)
-    assert step.state_read == read + 1 / 16 * 4 * values
+    assert step.state_read == read + 1 / 16 * (read + 4 * values)
     assert layout.record_bytes == RingLayout(geometry, 16, 1).record_bytes + 4 * geometry.value_heads
     assert layout.fields[-1].name == "beta_cache"
 
@@ -120,8 +120,9 @@ def test_a_delta_rules_flush_reads_both_copies_and_records_beta(geometry: LayerG
 def test_one_packed_copy(name: str) -> None:
     precision = Precision.parse(name)
     step = traffic.replay(RingLayout(SUPER, 16, 1), precision=precision)
-    assert step.state_read == traffic.state_bytes(SUPER, precision) == 16 * step.state_write
-    assert 0.5 < step.state_read / SUPER.state_elements < 1.1
+    stored = traffic.state_bytes(SUPER, precision)
+    assert (step.state_read, step.state_write) == (17 / 16 * stored, 1 / 16 * stored)
+    assert 0.5 < stored / SUPER.state_elements < 1.1
 
 
 def test_a_layout_for_other_copies_is_refused() -> None:

@@ -180,7 +180,7 @@ def test_a_cache_from_before_is_taken_over(precision: str) -> None:
 
 @torch.no_grad()
 def test_the_account_of_two_copies() -> None:
-    """Steps read the read copy; a flush reads the recurrence copy, and writes both."""
+    """Steps read the read copy; a fold reads the recurrence copy, and writes both."""
     ids = zoo.tokens(4, PROMPT + NEW)
     model = zoo.BY_NAME["Mamba2ForCausalLM"].build()
     accounts = {}
@@ -201,7 +201,7 @@ def test_the_account_of_two_copies() -> None:
     flushes, steps = split.flushes // 4, split.steps
     assert (flushes, steps) == ((NEW - 1) // 8, NEW)
     rings = plain.read - rows * four * steps
-    assert split.read - rings == rows * (read * (steps - flushes) + two * flushes)
+    assert split.read - rings == rows * (read * steps + two * flushes)
     assert split.written - (plain.written - rows * four * flushes) == rows * (read + two) * flushes
     assert split.conventional_read * 2 == plain.conventional_read
 
