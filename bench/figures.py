@@ -1,8 +1,9 @@
 """Write the figures of README and docs from recorded results, so that none is typed.
 
 A document marks a place with `<!-- figures:NAME -->` and `<!-- /figures -->`; what lies between is
-replaced. NAME is a topic, whose newest file in `bench/results` is read, or `plan` or `requests-in-flight`,
-which are predicted. The plot of the kernels is drawn beside their table.
+replaced. NAME is a topic, whose newest file in `bench/results` is read, or a study in one
+(`accuracy-STUDY`), or `plan`, `precision-plan` or `requests-in-flight`, which are predicted. The plots of
+the kernels and of the precisions are drawn beside their tables.
 
     python bench/figures.py            # rewrite
     python bench/figures.py --check    # status 1 where a document is not what this would write
@@ -20,7 +21,9 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from replayssm.cli.bench import e2e, table
+from replayssm.cli.bench import e2e, recall, table
+from replayssm.cli.bench.accuracy import tables
+from replayssm.cli.bench.precisions import PRECISIONS
 from replayssm.cli.main import app
 from replayssm.cli.model_config import load_model_config
 from replayssm.cli.plan import Workload, make_plan
@@ -29,6 +32,7 @@ from replayssm.core import Precision
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PLOT = ROOT / "docs" / "kernels.png"
+PRECISION_PLOT = ROOT / "docs" / "precision.png"
 PLANNED = "Nemotron-3-Super-120B-A12B"
 PLAN = ["plan", "--model", PLANNED, "--window", "16", "--precision", "fp32"]
 MARKED = re.compile(r"(<!-- figures:(\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -188,6 +192,74 @@ def profiles(rows: Sequence[dict[str, Any]]) -> list[list[list[str]]]:
     return made
 
 
+def accuracy(study: str, results: Path = RESULTS) -> str:
+    """One study of the newest record of topic `accuracy`: a table for each model, or one for all."""
+    rows = _record("accuracy", results)["rows"]
+    rows = [row for row in rows if row["study"] == study]
+    if study in tables.OVER_MODELS:
+        return table.markdown(tables.OVER_MODELS[study](rows)) + "\n"
+    parts = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        size = f"{own[0]['parameters'] / 1e6:.1f} million parameters"
+        parts += [f"**{model}** ({own[0]['rule']}, {size})", table.markdown(tables.BY_MODEL[study](own))]
+    return "\n\n".join(parts) + "\n"
+
+
+def recalled(results: Path = RESULTS) -> str:
+    """What layers recall, by rule and precision."""
+    rows = _record("recall", results)["rows"]
+    parts = []
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        own = [row for row in rows if row["rule"] == rule]
+        heads, value_dim, key_dim = own[0]["state"]
+        parts += [
+            f"**{rule}** (V {value_dim}, K {key_dim}, heads {heads})",
+            table.markdown(recall.lines(own)),
+        ]
+    return "\n\n".join([*parts, study_source("recall", results)])
+
+
+def study_source(topic: str, results: Path = RESULTS) -> str:
+    """Where the figures of a study are from."""
+    record, path = _record(topic, results), newest(topic, results)
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return (
+        f"From [{path.name}](../bench/results/{path.name}): `{record['command']}` on {record['date']}; "
+        f"{record['gpu'] or 'no GPU'}; {record['machine']}; {versions}; commit {record['commit'][:12]}.\n"
+    )
+
+
+def _record(topic: str, results: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(newest(topic, results).read_text(encoding="utf-8"))
+    return record
+
+
+def precision_plan() -> str:
+    """Bytes of a value, of a sequence's states and rings, and of a step, by precision and model."""
+    models = {"Qwen3.5-4B": "GDN", "Nemotron-3-Super-120B-A12B": "Mamba-2", "Kimi-Linear-48B-A3B": "KDA"}
+    plans = {
+        (model, precision): make_plan(
+            load_model_config(model), Workload(1, 16, 1, 1.0, 1, 0, Precision.parse(precision))
+        )
+        for model in models
+        for precision in PRECISIONS
+    }
+    lines = [["precision", "bytes a value", *(f"{model} ({rule})" for model, rule in models.items())]]
+    for precision in PRECISIONS:
+        line = [precision, f"{plans[next(iter(models)), precision].bytes_per_value:.2f}"]
+        for model in models:
+            each, fp32 = plans[model, precision], plans[model, "fp32"]
+            memory, step = (each.state + each.ring) / 2**20, each.replay.total / fp32.conventional.total
+            line.append(f"{memory:.1f} MiB, {step:.0%}")
+        lines.append(line)
+    return (
+        f"{table.markdown(lines)}\n\nStates and rings of one sequence over all recurrent layers, and the "
+        "bytes that a step reads and writes of them, as a share of conventional decoding with fp32 states; "
+        "window 16, bf16 activations, as `replayssm plan` predicts.\n"
+    )
+
+
 def _kernels_source(path: Path, record: dict[str, Any]) -> str:
     rates = ", ".join(f"{name} {rate:.2f}" for name, rate in record["bandwidth_tbps"].items())
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -213,13 +285,24 @@ def draw_kernels(path: Path, results: Path = RESULTS) -> None:
     draw(path, record["rows"], note)
 
 
+def draw_precision(path: Path, results: Path = RESULTS) -> None:
+    """Draw the plot of the newest records; needs matplotlib."""
+    from replayssm.cli.bench.accuracy.plot import draw
+
+    draw(path, _record("accuracy", results)["rows"], _record("recall", results)["rows"])
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    **{f"accuracy-{study}": partial(accuracy, study) for study in (*tables.BY_MODEL, *tables.OVER_MODELS)},
+    "accuracy-source": partial(study_source, "accuracy"),
     "e2e-sglang": e2e_sglang,
     "e2e-sglang-mtp": partial(e2e_sglang, "e2e-sglang-mtp"),
     "e2e-transformers": e2e_transformers,
     "kernels": kernels,
     "launch-shapes": launch_shapes,
     "plan": plan,
+    "precision-plan": precision_plan,
+    "recall": recalled,
     "requests-in-flight": requests_in_flight,
 }
 
@@ -243,6 +326,7 @@ def main() -> int:
             path.write_text(rewrite(path.read_text("utf-8")), encoding="utf-8")
     if "--check" not in sys.argv:
         draw_kernels(PLOT)
+        draw_precision(PRECISION_PLOT)
     return int(bool(stale) and "--check" in sys.argv)
 
 
