@@ -11,7 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from replayssm.cli.bench import recall
-from replayssm.cli.bench.recall import Layer, Stream, exact_steps, measure
+from replayssm.cli.bench.recall import measure
+from replayssm.cli.bench.recall_stream import Layer, Stream, exact_steps
 from replayssm.cli.errors import CommandError
 from replayssm.cli.main import app
 from replayssm.core.geometry import Rule
@@ -28,7 +29,7 @@ def layer(rule: Rule) -> Layer:
 def test_the_measure_is_the_oracle(rule: Rule) -> None:
     """The stream's recurrence is that of the tests' oracle."""
     tested = layer(rule)
-    inputs, _ = Stream(tested, seed=0).next(40)
+    inputs, _ = Stream(tested, seed=0).take(40)
     start = torch.zeros(tested.geometry.state_shape, dtype=torch.double)
     state, outputs = exact_steps(tested, start, inputs)
     expected, one = start, torch.ones(2)
@@ -50,11 +51,11 @@ def test_what_is_written_stays(rule: Rule) -> None:
     """Exactly, a pair of the start is what it was but for decay, whatever has been written since."""
     tested = layer(rule)
     stream = Stream(tested, seed=1)
-    inputs, _ = stream.next(stream.pairs)
+    inputs, _ = stream.take(stream.pairs)
     key, value = inputs["k"][1].double(), inputs["v"][1].double()
     state = torch.zeros(tested.geometry.state_shape, dtype=torch.double)
     state, _ = exact_steps(tested, state, inputs)
-    later, old = stream.next(200)
+    later, old = stream.take(200)
     state, outputs = exact_steps(tested, state, later)
     found = torch.einsum("hvk,hk->hv", state, key)
     assert (found - value).norm() < 0.05 * value.norm()

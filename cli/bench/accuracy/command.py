@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,8 +21,11 @@ from replayssm.cli.bench.study import Study
 from replayssm.cli.errors import CommandError, require
 from replayssm.kernels.registry import NAMES
 
+if TYPE_CHECKING:
+    from replayssm.cli.bench.accuracy.studies import Plan
+
 PROGRAM, TOPIC = "replayssm bench accuracy", "accuracy"
-STUDIES = ("teacher-forced", "long-prompt", "generated", "skipped-reads", "read-scales")
+STUDIES = (*tables.BY_MODEL, *tables.OVER_MODELS)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,21 +107,21 @@ def _measure(
             say(f"{model.name}, {name}: {_short(row)}")
 
 
-def _plan(given: argparse.Namespace) -> Any:
+def _plan(given: argparse.Namespace) -> Plan:
     from replayssm.cli.bench.accuracy.decoding import Ring, Sampling
     from replayssm.cli.bench.accuracy.studies import Plan
 
     return Plan(
-        tuple(given.precisions),
-        Ring(given.window, given.step, given.backend),
-        given.sequences,
-        given.prompt,
-        given.tokens,
-        given.long_prompt,
-        given.answer,
-        given.generate,
-        Sampling(given.temperature, given.seed),
-        given.read,
+        precisions=tuple(given.precisions),
+        ring=Ring(given.window, given.step, given.backend),
+        sequences=given.sequences,
+        prompt=given.prompt,
+        tokens=given.tokens,
+        long_prompt=given.long_prompt,
+        answer=given.answer,
+        generate=given.generate,
+        sampling=Sampling(given.temperature, given.seed),
+        read=given.read,
     )
 
 
