@@ -11,6 +11,7 @@ REFERENCE = "fp32"
 PRECISIONS = (
     REFERENCE,
     "bf16",
+    "int8/fp16+sr",
     "fp8/fp16+sr",
     "nvfp4/fp32",
     "nvfp4/fp16+sr",
