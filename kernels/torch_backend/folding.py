@@ -3,8 +3,8 @@
 It joins a rule's `fold` with the copies that are read and written; it knows no step but its rows.
 
 Where states are packed or split, a row that must flush folds *first*: the step then goes on from the copy
-that it left, with no history. So all outputs come from the copy that steps read, and each has the error of
-that copy. One plain copy has no such error: its steps take state and history as they are, and fold last.
+that it left, with no history. So all outputs come from the copy that steps read, and have the same kind of
+error. A step over one plain copy folds last: its outputs know nothing of how that fold rounds.
 """
 
 from __future__ import annotations
