@@ -160,13 +160,12 @@ def e2e_sglang(topic: str = "e2e-sglang", results: Path = RESULTS) -> str:
     record = json.loads(path.read_text(encoding="utf-8"))
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("sglang", "torch", "triton"))
     commands = "; ".join(f"`{command}`" for command in record["command"].split("; "))
-    head, _, more = record["commit"].partition(" ")
     parts = [
         table.markdown(e2e.lines(record["rows"])),
         *(table.markdown(lines) for lines in profiles(record["rows"])),
         f"Milliseconds of a step, median of {record['rows'][0]['replays']}. From [{path.name}](../bench/"
         f"results/{path.name}) on {record['date']}; {record['gpu']}; {versions}; commit "
-        f"{' '.join(filter(None, (head[:12], more)))}: {commands}.",
+        f"{_commit(record)}: {commands}.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -224,10 +223,17 @@ def study_source(topic: str, results: Path = RESULTS) -> str:
     """Where the figures of a study are from."""
     record, path = _record(topic, results), newest(topic, results)
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    commands = "; ".join(f"`{command}`" for command in record["command"].split("; "))
     return (
-        f"From [{path.name}](../bench/results/{path.name}): `{record['command']}` on {record['date']}; "
-        f"{record['gpu'] or 'no GPU'}; {record['machine']}; {versions}; commit {record['commit'][:12]}.\n"
+        f"From [{path.name}](../bench/results/{path.name}) on {record['date']}; {record['gpu'] or 'no GPU'}; "
+        f"{record['machine']}; {versions}; commit {_commit(record)}: {commands}.\n"
     )
+
+
+def _commit(record: dict[str, Any]) -> str:
+    """The commit in short, with what the record says of it."""
+    head, _, more = record["commit"].partition(" ")
+    return " ".join(filter(None, (head[:12], more)))
 
 
 def _record(topic: str, results: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_recall_and_where_it_is_from(figures: ModuleType, results: Path) -> None
     text = figures.recalled(results)
     assert "**gdn** (V 64, K 128, heads 1)" in text
     assert "| nvfp4+sr | 1.0e-01 | 2.0e-01 | - | 5.0e-01 | 2.5e-01 |" in text
-    assert "no GPU; some CPU; torch 2.11; commit 0123456789ab." in text
+    assert "no GPU; some CPU; torch 2.11; commit 0123456789ab: `replayssm bench accuracy`." in text
 
 
 def test_the_plot_is_drawn(figures: ModuleType, results: Path) -> None:
