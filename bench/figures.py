@@ -1,8 +1,9 @@
 """Write the figures of README and docs from recorded results, so that none is typed.
 
 A document marks a place with `<!-- figures:NAME -->` and `<!-- /figures -->`; what lies between is
-replaced. NAME is a topic, whose newest file in `bench/results` is read, or `plan` or `requests-in-flight`,
-which are predicted. The plot of the kernels is drawn beside their table.
+replaced. NAME is a topic, whose newest file in `bench/results` is read, or a study in one
+(`accuracy-STUDY`), or `plan`, `precision-plan` or `requests-in-flight`, which are predicted. The plots of
+the kernels and of the precisions are drawn beside their tables.
 
     python bench/figures.py            # rewrite
     python bench/figures.py --check    # status 1 where a document is not what this would write
@@ -20,7 +21,9 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from replayssm.cli.bench import e2e, table
+from replayssm.cli.bench import e2e, recall, table
+from replayssm.cli.bench.accuracy import tables
+from replayssm.cli.bench.compared import PRECISIONS
 from replayssm.cli.bench.targets import PRECISION_TARGETS
 from replayssm.cli.main import app
 from replayssm.cli.model_config import load_model_config
@@ -30,6 +33,7 @@ from replayssm.core import Precision
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PLOT = ROOT / "docs" / "kernels.png"
+PRECISION_PLOT = ROOT / "docs" / "precision.png"
 PLANNED = "Nemotron-3-Super-120B-A12B"
 PLAN = ["plan", "--model", PLANNED, "--window", "16", "--precision", "fp32"]
 MARKED = re.compile(r"(<!-- figures:(\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -168,13 +172,12 @@ def e2e_sglang(topic: str = "e2e-sglang", results: Path = RESULTS) -> str:
     record = json.loads(path.read_text(encoding="utf-8"))
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("sglang", "torch", "triton"))
     commands = "; ".join(f"`{command}`" for command in record["command"].split("; "))
-    head, _, more = record["commit"].partition(" ")
     parts = [
         table.markdown(e2e.lines(record["rows"])),
         *(table.markdown(lines) for lines in profiles(record["rows"])),
         f"Milliseconds of a step, median of {record['rows'][0]['replays']}. From [{path.name}](../bench/"
         f"results/{path.name}) on {record['date']}; {record['gpu']}; {versions}; commit "
-        f"{' '.join(filter(None, (head[:12], more)))}: {commands}.",
+        f"{_commit(record)}: {commands}.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -198,6 +201,81 @@ def profiles(rows: Sequence[dict[str, Any]]) -> list[list[list[str]]]:
             lines.append([f"`{name}`", *times])
         made.append(lines)
     return made
+
+
+def accuracy(study: str, results: Path = RESULTS) -> str:
+    """One study of the newest record of topic `accuracy`: a table for each model, or one for all."""
+    rows = _record("accuracy", results)["rows"]
+    rows = [row for row in rows if row["study"] == study]
+    if study in tables.OVER_MODELS:
+        return table.markdown(tables.OVER_MODELS[study](rows)) + "\n"
+    parts = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        size = f"{own[0]['parameters'] / 1e6:.1f} million parameters"
+        parts += [f"**{model}** ({own[0]['rule']}, {size})", table.markdown(tables.BY_MODEL[study](own))]
+    return "\n\n".join(parts) + "\n"
+
+
+def recalled(results: Path = RESULTS) -> str:
+    """What layers recall, by rule and precision."""
+    rows = _record("recall", results)["rows"]
+    parts = []
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        own = [row for row in rows if row["rule"] == rule]
+        heads, value_dim, key_dim = own[0]["state"]
+        parts += [
+            f"**{rule}** (V {value_dim}, K {key_dim}, heads {heads})",
+            table.markdown(recall.lines(own)),
+        ]
+    return "\n\n".join([*parts, study_source("recall", results)])
+
+
+def study_source(topic: str, results: Path = RESULTS) -> str:
+    """Where the figures of a study are from."""
+    record, path = _record(topic, results), newest(topic, results)
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    commands = "; ".join(f"`{command}`" for command in record["command"].split("; "))
+    return (
+        f"From [{path.name}](../bench/results/{path.name}) on {record['date']}; {record['gpu'] or 'no GPU'}; "
+        f"{record['machine']}; {versions}; commit {_commit(record)}: {commands}.\n"
+    )
+
+
+def _commit(record: dict[str, Any]) -> str:
+    """The commit in short, with what the record says of it."""
+    head, _, more = record["commit"].partition(" ")
+    return " ".join(filter(None, (head[:12], more)))
+
+
+def _record(topic: str, results: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(newest(topic, results).read_text(encoding="utf-8"))
+    return record
+
+
+def precision_plan() -> str:
+    """Bytes of a value, of a sequence's states and rings, and of a step, by precision and model."""
+    models = {"Qwen3.5-4B": "GDN", "Nemotron-3-Super-120B-A12B": "Mamba-2", "Kimi-Linear-48B-A3B": "KDA"}
+    plans = {
+        (model, precision): make_plan(
+            load_model_config(model), Workload(1, 16, 1, 1.0, 1, 0, Precision.parse(precision))
+        )
+        for model in models
+        for precision in PRECISIONS
+    }
+    lines = [["precision", "bytes a value", *(f"{model} ({rule})" for model, rule in models.items())]]
+    for precision in PRECISIONS:
+        line = [precision, f"{plans[next(iter(models)), precision].bytes_per_value:.2f}"]
+        for model in models:
+            each, fp32 = plans[model, precision], plans[model, "fp32"]
+            memory, step = (each.state + each.ring) / 2**20, each.replay.total / fp32.conventional.total
+            line.append(f"{memory:.1f} MiB, {step:.0%}")
+        lines.append(line)
+    return (
+        f"{table.markdown(lines)}\n\nStates and rings of one sequence over all recurrent layers, and the "
+        "bytes that a step reads and writes of them, as a share of conventional decoding with fp32 states; "
+        "window 16, bf16 activations, as `replayssm plan` predicts.\n"
+    )
 
 
 def _kernels_source(path: Path, record: dict[str, Any]) -> str:
@@ -225,7 +303,16 @@ def draw_kernels(path: Path, results: Path = RESULTS) -> None:
     draw(path, record["rows"], note)
 
 
+def draw_precision(path: Path, results: Path = RESULTS) -> None:
+    """Draw the plot of the newest records; needs matplotlib."""
+    from replayssm.cli.bench.accuracy.plot import draw
+
+    draw(path, _record("accuracy", results)["rows"], _record("recall", results)["rows"])
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    **{f"accuracy-{study}": partial(accuracy, study) for study in (*tables.BY_MODEL, *tables.OVER_MODELS)},
+    "accuracy-source": partial(study_source, "accuracy"),
     "e2e-sglang": e2e_sglang,
     "e2e-sglang-mtp": partial(e2e_sglang, "e2e-sglang-mtp"),
     "e2e-transformers": e2e_transformers,
@@ -233,6 +320,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "launch-shapes": launch_shapes,
     "plan": plan,
     "precision": precision,
+    "precision-plan": precision_plan,
+    "recall": recalled,
     "requests-in-flight": requests_in_flight,
 }
 
@@ -256,6 +345,7 @@ def main() -> int:
             path.write_text(rewrite(path.read_text("utf-8")), encoding="utf-8")
     if "--check" not in sys.argv:
         draw_kernels(PLOT)
+        draw_precision(PRECISION_PLOT)
     return int(bool(stale) and "--check" in sys.argv)
 
 

@@ -47,7 +47,7 @@ def make_record(
     return Record(
         topic,
         date.today().isoformat(),
-        _machine(),
+        machine(),
         gpu,
         {"python": platform.python_version(), **versions},
         commit(ROOT),
@@ -76,7 +76,7 @@ def _git(root: Path, *arguments: str) -> str | None:
     return result.stdout.strip()
 
 
-def _machine() -> str:
+def machine() -> str:
     """Processor, cores that this process may use, operating system."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count()

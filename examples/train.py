@@ -1,13 +1,16 @@
-"""Train the small byte-level hybrid models under `examples/models/`.
+"""Train the small byte-level hybrid models under `examples/models/`, or larger ones like them.
 
 One model per recurrence rule, each in a stock Transformers format: Mamba-2 as `nemotron_h`, the
 gated delta rule (GDN) as `qwen3_5_text`, and Kimi delta attention (KDA) as `kimi_linear`. A token
 is a byte, so a model's vocabulary is the 256 byte values and its loss is in bits per byte.
 
-The text is what every Python installation carries: its library's sources and documentation.
+The text is what every Python installation carries: its library's sources and documentation, and where they
+are named other folders of text, such as that of the installed packages.
 
     python examples/train.py --rule gdn --seconds 600 --out examples/models/gdn-qwen3-5
+    python examples/train.py --rule gdn --size large --steps 20000 --autocast --out gdn-large
     python examples/train.py --pack corpus.zip      # the text alone, to train elsewhere with --corpus
+    python examples/train.py --held-out held.txt    # what is not trained on, to be decoded
     python examples/train.py --table                # the table in examples/README.md
 """
 
@@ -21,11 +24,12 @@ import json
 import math
 import platform
 import re
+import sys
 import sysconfig
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,6 +67,9 @@ SKIPPED_FOLDERS = re.compile(
 SKIPPED_FILES = re.compile(r"(^|/)_sysconfigdata[^/]*$")
 TEXT_SHARE = 0.65  # at least this share of a file is ASCII letters, underscores and white space
 TOPICS = "pydoc_data/topics.py"
+SUFFIXES = (".py", ".txt")
+MORE_SUFFIXES = (*SUFFIXES, ".md", ".rst")
+"""Of files in other folders than the library's."""
 
 # Files that are never trained on, besides the twentieth or so that the hash of its name picks.
 HELD_OUT_FILES = ("heapq.py", "textwrap.py")
@@ -78,10 +85,11 @@ SPLIT_RULE = (
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts by their path within the standard library, and the Python version they are from."""
+    """Texts by their path within the standard library or a further folder, and where they are from."""
 
     python: str
     texts: dict[str, bytes]
+    folders: tuple[str, ...] = ()
 
     def digest(self) -> str:
         total = hashlib.sha256()
@@ -116,12 +124,12 @@ def help_topics(source: bytes) -> dict[str, bytes]:
     return {f"{TOPICS}:{name}": text.encode() for name, text in topics.items()}
 
 
-def read_library(folder: Path) -> Corpus:
+def read_library(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> Corpus:
     texts: dict[str, bytes] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         skipped = SKIPPED_FOLDERS.search(name) or SKIPPED_FILES.search(name)
-        if skipped or path.suffix not in {".py", ".txt"} or not path.is_file():
+        if skipped or path.suffix not in suffixes or not path.is_file():
             continue
         data = path.read_bytes()
         if name == TOPICS:
@@ -131,10 +139,22 @@ def read_library(folder: Path) -> Corpus:
     return Corpus(platform.python_version(), texts)
 
 
+def with_folders(corpus: Corpus, folders: list[Path]) -> Corpus:
+    """The corpus and the texts of further folders, each text once."""
+    texts = dict(corpus.texts)
+    known = set(texts.values())
+    for folder in folders:
+        for name, text in read_library(folder, MORE_SUFFIXES).texts.items():
+            if text not in known:
+                known.add(text)
+                texts[f"{folder.name}/{name}"] = text
+    return replace(corpus, texts=texts, folders=tuple(folder.name for folder in folders))
+
+
 def pack(corpus: Corpus, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
-        archive.comment = corpus.python.encode()
+        archive.comment = "\n".join([corpus.python, *corpus.folders]).encode()
         for name, text in corpus.texts.items():
             archive.writestr(name, text)
 
@@ -142,7 +162,8 @@ def pack(corpus: Corpus, path: Path) -> None:
 def unpack(path: Path) -> Corpus:
     with zipfile.ZipFile(path) as archive:
         texts = {name: archive.read(name) for name in archive.namelist()}
-        return Corpus(archive.comment.decode(), texts)
+        python, *folders = archive.comment.decode().split("\n")
+        return Corpus(python, texts, tuple(folders))
 
 
 # ---- the models
@@ -215,22 +236,96 @@ def kda_config() -> KimiLinearConfig:
     )
 
 
+LARGE_CONTEXT = 2**18
+
+
+def large_mamba2_config() -> NemotronHConfig:
+    """Twenty-four blocks, with the head and state dimensions of the models that are served."""
+    names = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    return NemotronHConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        layers_block_type=[names[letter] for letter in "MM-M*-MM-M*-" * 2],
+        intermediate_size=1536,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        mamba_num_heads=16,
+        mamba_head_dim=64,
+        ssm_state_size=128,
+        n_groups=2,
+        chunk_size=64,
+        max_position_embeddings=LARGE_CONTEXT,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def large_gdn_config() -> Qwen3_5TextConfig:
+    """Sixteen layers, with the head dimensions of the models that are served."""
+    return Qwen3_5TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=16,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        max_position_embeddings=LARGE_CONTEXT,
+        tie_word_embeddings=True,
+    )
+
+
+def large_kda_config() -> KimiLinearConfig:
+    """Sixteen layers, with the head dimensions of the models that are served."""
+    return KimiLinearConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=16,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 4,
+        mlp_layer_types=["dense"] * 16,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        linear_num_heads=4,
+        linear_head_dim=128,
+        max_position_embeddings=LARGE_CONTEXT,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
 @dataclass(frozen=True)
 class Rule:
+    """A rule's model in two sizes; only the small ones are kept, in `folder`."""
+
     title: str
     folder: str
     config: Callable[[], PreTrainedConfig]
+    large: Callable[[], PreTrainedConfig]
 
 
 RULES = {
-    "mamba2": Rule("Mamba-2", "mamba2-nemotron-h", mamba2_config),
-    "gdn": Rule("GDN", "gdn-qwen3-5", gdn_config),
-    "kda": Rule("KDA", "kda-kimi-linear", kda_config),
+    "mamba2": Rule("Mamba-2", "mamba2-nemotron-h", mamba2_config, large_mamba2_config),
+    "gdn": Rule("GDN", "gdn-qwen3-5", gdn_config, large_gdn_config),
+    "kda": Rule("KDA", "kda-kimi-linear", kda_config, large_kda_config),
 }
 
 
-def build(rule: str) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(RULES[rule].config(), dtype=torch.float32)
+def build(rule: str, large: bool = False) -> PreTrainedModel:
+    config = (RULES[rule].large if large else RULES[rule].config)()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if rule == "gdn":
         slow_decays(model)
     return model
@@ -319,6 +414,31 @@ def quick_kda() -> Iterator[None]:
         yield
 
 
+SCANS = ("mamba2_chunk_scan", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+
+
+@contextlib.contextmanager
+def full_precision_scans(model: PreTrainedModel) -> Iterator[None]:
+    """The recurrences of a model in fp32, whatever autocast makes of the rest."""
+    module, kind = sys.modules[type(model).__module__], model.device.type
+
+    def outside(scan: Callable[..., Any]) -> Callable[..., Any]:
+        def scanned(*given: Any, **named: Any) -> Any:
+            with torch.autocast(kind, enabled=False):
+                return scan(*map(_as_fp32, given), **{name: _as_fp32(x) for name, x in named.items()})
+
+        return scanned
+
+    with contextlib.ExitStack() as patches:
+        for name in set(SCANS) & vars(module).keys():
+            patches.enter_context(mock.patch.object(module, name, outside(getattr(module, name))))
+        yield
+
+
+def _as_fp32(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.dtype is torch.bfloat16 else x
+
+
 # ---- training
 
 
@@ -328,13 +448,15 @@ class Settings:
     length: int
     peak_rate: float
     seed: int
+    steps: int | None = None  # the schedule is over these, or over the time
+    autocast: bool = False  # to bfloat16, but for the recurrences
     final_rate: float = 0.01  # of the peak
     warm_up: float = 0.04  # of the time
     weight_decay: float = 0.1
     clip: float = 1.0
 
     def rate(self, done: float) -> float:
-        """The learning rate once a fraction `done` of the time has passed."""
+        """The learning rate once a fraction `done` of the training has passed."""
         cosine = 0.5 + 0.5 * math.cos(math.pi * min(done, 1.0))
         scale = self.final_rate + (1 - self.final_rate) * cosine
         return self.peak_rate * min(1.0, done / self.warm_up + 1e-3) * scale
@@ -373,7 +495,11 @@ class Step:
 
     def eager(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        loss = bits(self.model, self.batch)
+        # Without its cache, whose casts a captured graph would not repeat.
+        with torch.autocast(
+            self.model.device.type, torch.bfloat16, enabled=self.settings.autocast, cache_enabled=False
+        ):
+            loss = bits(self.model, self.batch)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimizer.step()
@@ -445,7 +571,7 @@ def warm_up(step: Step, batches: Iterator[Tensor]) -> None:
 
 
 def train(model: PreTrainedModel, data: Tensor, settings: Settings, deadline: float) -> dict[str, Any]:
-    """Train until the deadline; return the record of the steps."""
+    """Train until the deadline, or before it for so many steps; return the record of the steps."""
     model.train()
     step, batches = Step(model, settings), draws(data, settings)
     warm_up(step, batches)
@@ -453,16 +579,23 @@ def train(model: PreTrainedModel, data: Tensor, settings: Settings, deadline: fl
     span = max(deadline - start, 1e-6)
     curve: list[dict[str, float]] = []
     steps, total, count = 0, 0.0, 0
-    while (now := time.monotonic()) < deadline or not steps:
-        total += step(next(batches), settings.rate((now - start) / span))
+
+    def done() -> float:
+        passed = (time.monotonic() - start) / span
+        return passed if settings.steps is None else steps / settings.steps
+
+    while (now := done()) < 1.0 or not steps:
+        total += step(next(batches), settings.rate(now))
         steps, count = steps + 1, count + 1
         passed = time.monotonic() - start
-        if passed >= span * (len(curve) + 1) / CURVE_POINTS or passed >= span:
+        if done() >= (len(curve) + 1) / CURVE_POINTS or done() >= 1.0 or passed >= span:
             curve.append(
                 {"step": steps, "seconds": round(passed, 1), "bits_per_byte": round(total / count, 4)}
             )
             total, count = 0.0, 0
             print(json.dumps(curve[-1]), flush=True)
+        if passed >= span:
+            break
     return {
         "steps": steps,
         "bytes_seen": steps * settings.batch * settings.length,
@@ -530,8 +663,9 @@ def device_name(device: torch.device) -> str:
 
 def data_record(corpus: Corpus) -> dict[str, Any]:
     training, held = corpus.split()
+    more = "".join(f", texts in {folder}" for folder in corpus.folders)
     return {
-        "text": "sources and documentation of the Python standard library",
+        "text": f"sources and documentation of the Python standard library{more}",
         "python": corpus.python,
         "files": len(corpus.texts),
         "bytes": sum(map(len, corpus.texts.values())),
@@ -544,30 +678,39 @@ def data_record(corpus: Corpus) -> dict[str, Any]:
     }
 
 
+def read_corpus(arguments: argparse.Namespace) -> Corpus:
+    if arguments.corpus:
+        return unpack(arguments.corpus)
+    return with_folders(read_library(arguments.stdlib), arguments.more or [])
+
+
 def run(arguments: argparse.Namespace, started: float) -> None:
     rule: str = arguments.rule
     device = torch.device(arguments.device)
     folder: Path = arguments.out or MODELS / RULES[rule].folder
-    settings = Settings(arguments.batch, arguments.length, arguments.rate, arguments.seed)
-    corpus = unpack(arguments.corpus) if arguments.corpus else read_library(arguments.stdlib)
+    settings = Settings(
+        arguments.batch, arguments.length, arguments.rate, arguments.seed, arguments.steps, arguments.autocast
+    )
+    corpus = read_corpus(arguments)
     training, held = corpus.split()
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
-    model = build(rule).to(device)  # type: ignore[arg-type]
+    model = build(rule, arguments.size == "large").to(device)  # type: ignore[arg-type]
     print(f"{rule}: {model.num_parameters():,} parameters, {len(corpus.texts)} files", flush=True)
-    with quick_kda():
+    with quick_kda(), full_precision_scans(model):
         steps = train(model, joined(training, device), settings, started + arguments.seconds)
 
     torch.set_float32_matmul_precision("highest")
     test = joined(held, device)[: arguments.held_out_bytes]
     scores = {"fp32": held_out_bits(model, test, settings.length, settings.batch)}
     rounded = save(model, folder)
+    over = "wall-clock time" if settings.steps is None else "steps"
     scores["bf16_rounded"] = held_out_bits(rounded, test, settings.length, settings.batch)
     record = {
         "rule": rule,
         "parameters": model.num_parameters(),
         "data": data_record(corpus),
-        "settings": vars(settings) | {"optimizer": "AdamW", "schedule": "cosine over wall-clock time"},
+        "settings": vars(settings) | {"optimizer": "AdamW", "schedule": f"cosine over {over}"},
         "training": steps,
         "held_out": {name: round(score, 4) for name, score in scores.items()}
         | {"bytes": test.numel(), "window": settings.length},
@@ -612,10 +755,16 @@ def parser() -> argparse.ArgumentParser:
     gpu = torch.cuda.is_available()
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--rule", choices=list(RULES))
+    p.add_argument(
+        "--size", choices=("small", "large"), default="small", help="2 or 40 to 60 million parameters"
+    )
     p.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    p.add_argument("--more", type=Path, action="append", metavar="FOLDER", help="of text besides; repeatable")
     p.add_argument("--corpus", type=Path, help="a file that --pack wrote, in place of --stdlib")
     p.add_argument("--seconds", type=float, default=600.0, help="from the start to the last step")
+    p.add_argument("--steps", type=int, help="end after so many, on any machine, if there is time for them")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--autocast", action="store_true", help="to bfloat16, but for the recurrences")
     p.add_argument("--out", type=Path, help="the model's folder; by default under examples/models")
     p.add_argument("--device", default="cuda" if gpu else "cpu")
     p.add_argument("--batch", type=int, default=24)
@@ -623,6 +772,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
     p.add_argument("--held-out-bytes", type=int, default=2_000_000, help="at most so many scored")
     p.add_argument("--pack", type=Path, help="write the text to this file and stop")
+    p.add_argument("--held-out", type=Path, help="write the held-out text to this file and stop")
     p.add_argument("--table", action="store_true", help="print the table of the models and stop")
     return p
 
@@ -634,11 +784,16 @@ def main() -> None:
     if arguments.table:
         print(table(), end="")
     elif arguments.pack:
-        pack(read_library(arguments.stdlib), arguments.pack)
+        pack(read_corpus(arguments), arguments.pack)
+    elif arguments.held_out:
+        _, held = read_corpus(arguments).split()
+        arguments.held_out.write_bytes(b"".join(text for _, text in sorted(held.items())))
+    elif arguments.rule and arguments.size == "large" and not arguments.out:
+        options.error("--size large needs --out: these models are too large to be kept in examples/models")
     elif arguments.rule:
         run(arguments, started)
     else:
-        options.error("one of --rule, --pack and --table is needed")
+        options.error("one of --rule, --pack, --held-out and --table is needed")
 
 
 if __name__ == "__main__":

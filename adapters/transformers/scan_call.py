@@ -172,7 +172,7 @@ class Mamba2Call(ScanCall):
     def tail(self, head: int, prompt: int, cache: ReplayCache, number: int, backend: str) -> torch.Tensor:
         return mamba2_step(
             x=self._cut("hidden_states", head),
-            dt=self._time_step(head, prompt),
+            dt=self.time_step(head, prompt),
             A=self.rates,
             B=self._cut("B", head),
             C=self._cut("C", head),
@@ -182,7 +182,7 @@ class Mamba2Call(ScanCall):
             **_stored(cache, number),
         )
 
-    def _time_step(self, head: int, prompt: int) -> torch.Tensor:
+    def time_step(self, head: int, prompt: int) -> torch.Tensor:
         """Final `dt [B, T, H]` fp32. transformers bounds it for a prompt's tokens, not for decoded ones."""
         dt, bias = self._cut("dt", head).float(), self.arguments["dt_bias"]
         dt = dt if bias is None else dt + bias.float()

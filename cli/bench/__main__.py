@@ -1,14 +1,20 @@
-"""`python -m replayssm.cli.bench kernels ...` or `e2e ...`, without the command's own dependencies."""
+"""`python -m replayssm.cli.bench kernels ...` and the others, without the command's own dependencies."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 
-from replayssm.cli.bench import e2e, kernels
+from replayssm.cli.bench import e2e, kernels, recall
+from replayssm.cli.bench.accuracy import command as accuracy
 from replayssm.cli.errors import CommandError
 
-COMMANDS: dict[str, Callable[[list[str]], None]] = {"kernels": kernels.main, "e2e": e2e.main}
+COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "kernels": kernels.main,
+    "e2e": e2e.main,
+    "accuracy": accuracy.main,
+    "recall": recall.main,
+}
 
 
 def _run(arguments: list[str]) -> int:

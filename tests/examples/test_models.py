@@ -240,3 +240,101 @@ def test_quick_kda_is_the_stock_rule(script: ModuleType) -> None:
     stock = outcome(chunk_kimi_delta_attention, use_qk_l2norm_in_kernel=True)
     for ours, theirs in zip(outcome(script.chunked_kda), stock, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def write_library(folder: Path) -> Path:
+    """A folder of text, some of which is held out."""
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"module{number}.py").write_text(f"def function_{number}(value):\n    return value\n" * 20)
+    for name in ("textwrap.py", "heapq.py"):
+        (folder / name).write_text("def _split(text):\n    return text.split()\n" * 40)
+    return folder
+
+
+def tiny(script: ModuleType, rule: str) -> Any:
+    """The large configuration's shape with few numbers in it."""
+    config = script.RULES[rule].large()
+    small: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "head_dim": 16,
+    }  # fmt: skip
+    if rule == "mamba2":
+        kinds = ["linear_attention", "full_attention", "mlp"]
+        small |= {"layers_block_type": kinds, "mamba_num_heads": 4, "mamba_head_dim": 16}
+        small |= {"ssm_state_size": 16}
+    else:
+        small |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    if rule == "gdn":
+        small |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        small |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    if rule == "kda":
+        small |= {"mlp_layer_types": ["dense"] * 2, "linear_num_heads": 2, "linear_head_dim": 16}
+    kept = {key: value for key, value in config.to_dict().items() if key not in {"num_hidden_layers", *small}}
+    return type(config)(**kept, **small)
+
+
+@rules
+def test_a_few_steps_of_training(
+    rule: str, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger models are trained by steps and in bf16: on any machine, the same ones from the same seed."""
+    config = tiny(script, rule)
+    replaced = script.replace(script.RULES[rule], large=lambda: config)
+    monkeypatch.setitem(script.RULES, rule, replaced)
+    library = write_library(tmp_path / "library")
+    losses = []
+    for name in ("first", "second") if rule == "gdn" else ("first",):
+        given = ["--rule", rule, "--size", "large", "--steps", "3", "--autocast", "--device", "cpu"]
+        given += ["--stdlib", str(library), "--batch", "2", "--length", "64", "--out", str(tmp_path / name)]
+        monkeypatch.setattr(script, "SAMPLE_BYTES", 2)
+        script.run(script.parser().parse_args(given), script.time.monotonic())
+        kept = json.loads((tmp_path / name / "training.json").read_text("utf-8"))
+        losses.append([point["bits_per_byte"] for point in kept["training"]["loss_curve"]])
+    assert kept["training"]["steps"] == 3
+    assert kept["settings"]["schedule"] == "cosine over steps"
+    assert losses[0] == losses[-1]
+    assert losses[0][-1] < losses[0][0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    assert model.num_parameters() == kept["parameters"]
+
+
+@rules
+def test_scans_stay_in_fp32(rule: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast rounds a model's products, not its recurrences'."""
+    config = tiny(script, rule)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    module = sys.modules[type(model).__module__]
+    [name] = set(script.SCANS) & vars(module).keys()
+    seen: set[tuple[torch.dtype, bool]] = set()
+    original = getattr(module, name)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        tensors = [x for x in (*given, *named.values()) if isinstance(x, torch.Tensor)]
+        seen.update((x.dtype, torch.is_autocast_enabled("cpu")) for x in tensors)
+        return original(*given, **named)
+
+    monkeypatch.setattr(module, name, noted)
+    with script.full_precision_scans(model), torch.autocast("cpu", torch.bfloat16):
+        model(torch.arange(64)[None])
+    assert seen == {(torch.float32, False)}
+
+
+@rules
+def test_the_large_models_have_20_to_60_million_parameters(rule: str, script: ModuleType) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(script.RULES[rule].large())
+    assert 20e6 < model.num_parameters() < 60e6
+
+
+def test_further_folders_of_text(script: ModuleType, tmp_path: Path) -> None:
+    """Each text once, packed and unpacked with where it is from; what is held out can be had by itself."""
+    library, more = write_library(tmp_path / "library"), tmp_path / "more"
+    more.mkdir()
+    (more / "again.py").write_bytes((library / "module0.py").read_bytes())
+    (more / "guide.md").write_text("How to read a guide.\n" * 20)
+    corpus = script.with_folders(script.read_library(library), [more])
+    assert set(corpus.texts) - set(script.read_library(library).texts) == {"more/guide.md"}
+    script.pack(corpus, tmp_path / "corpus.zip")
+    assert script.unpack(tmp_path / "corpus.zip") == corpus
+    assert script.data_record(corpus)["text"].endswith("library, texts in more")

@@ -1,4 +1,4 @@
-"""The CUDA backend's kernels on a CPU: their sources, compiled by g++ with an emulator of a program's warps."""
+"""The CUDA backend's kernels on a CPU: their sources, and an emulator of a program's warps, built by g++."""
 
 from __future__ import annotations
 

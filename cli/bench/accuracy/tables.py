@@ -1,0 +1,134 @@
+"""The record of `bench accuracy` as tables: precisions down, positions or models across."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+Lines = list[list[str]]
+
+
+def every(rows: Rows) -> dict[str, Lines]:
+    """All tables of a record, by title."""
+    made = {}
+    for model in _values(rows, "model"):
+        own = [row for row in rows if row["model"] == model]
+        for study, build in BY_MODEL.items():
+            if of_study := [row for row in own if row["study"] == study]:
+                made[f"{model}, {study}"] = build(of_study)
+    for study, build in OVER_MODELS.items():
+        if of_study := [row for row in rows if row["study"] == study]:
+            made[study] = build(of_study)
+    return made
+
+
+def teacher_forced(rows: Rows) -> Lines:
+    """One model's mean divergence by position, its largest, and agreement over all positions."""
+    spans = _values(rows, "first", "last")
+    lines = [["precision", *map(_span, spans), "largest", "same token", "bits per byte"]]
+    for precision in _values(rows, "precision"):
+        own = [row for row in rows if row["precision"] == precision]
+        largest = max(row["kl_max"] for row in own)
+        lines.append(
+            [
+                precision,
+                *(_small(_at(own, span)["kl_mean"]) for span in spans),
+                _small(largest),
+                f"{_over_all(own, 'agreement'):.2%}",
+                f"{_over_all(own, 'bits_per_byte'):.4f}",
+            ]
+        )
+    return lines
+
+
+def generated(rows: Rows) -> Lines:
+    """One model's own texts: bits per byte and repetition by output length."""
+    spans = _values(rows, "first", "last")
+    head = [f"{name}, {_span(span)}" for name in ("bits per byte", "repeated") for span in spans]
+    lines = [["precision", *head, "tokens as fp32"]]
+    for precision in _values(rows, "precision"):
+        own = [row for row in rows if row["precision"] == precision]
+        at = [_at(own, span) for span in spans]
+        bits = [f"{row['bits_per_byte']:.2f}" for row in at]
+        lines.append(
+            [
+                precision,
+                *bits,
+                *(f"{row['repetition']:.0%}" for row in at),
+                f"{own[0]['same_tokens']:.0f}",
+            ]
+        )
+    return lines
+
+
+def long_prompt(rows: Rows) -> Lines:
+    """Divergence of a short answer behind a long prompt, and how many answers are fp32's."""
+    return _by_model(
+        rows,
+        "precision",
+        {
+            "KL": lambda row: _small(row["kl_mean"]),
+            "same token": lambda row: f"{row['agreement']:.1%}",
+        },
+    )
+
+
+def skipped_reads(rows: Rows) -> Lines:
+    """Shares of reads that could be left out."""
+    cells: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "by norm": lambda row: f"{row['by_norm']:.1%}",
+        "at best": lambda row: f"{row['at_best']:.1%}",
+    }
+    return _by_model(rows, "tolerance", cells)
+
+
+def read_scales(rows: Rows) -> Lines:
+    """Errors of what is read, by format and further scales."""
+    named = [{**row, "copy": f"{row['format']}, {row['scales']}"} for row in rows]
+    return _by_model(named, "copy", {"read": lambda row: f"{row['read_error']:.2%}"})
+
+
+BY_MODEL: dict[str, Callable[[Rows], Lines]] = {"teacher-forced": teacher_forced, "generated": generated}
+OVER_MODELS: dict[str, Callable[[Rows], Lines]] = {
+    "long-prompt": long_prompt,
+    "skipped-reads": skipped_reads,
+    "read-scales": read_scales,
+}
+
+
+def _by_model(rows: Rows, key: str, cells: Mapping[str, Callable[[Mapping[str, Any]], str]]) -> Lines:
+    """A line for each value of `key`, columns of cells for each model."""
+    models = _values(rows, "model")
+    lines = [[key, *(f"{model}: {name}" for model in models for name in cells)]]
+    for value in _values(rows, key):
+        line = [str(value)]
+        for model in models:
+            found = [row for row in rows if row["model"] == model and row[key] == value]
+            line += [cell(found[0]) if found else "-" for cell in cells.values()]
+        lines.append(line)
+    return lines
+
+
+def _over_all(rows: Rows, name: str) -> float:
+    """Mean over buckets, weighed by their tokens."""
+    return float(sum(row[name] * row["tokens"] for row in rows) / sum(row["tokens"] for row in rows))
+
+
+def _at(rows: Rows, span: tuple[int, int]) -> Mapping[str, Any]:
+    return next(row for row in rows if (row["first"], row["last"]) == span)
+
+
+def _span(span: tuple[int, int]) -> str:
+    return f"{span[0]}-{span[1]}"
+
+
+def _values(rows: Rows, *names: str) -> list[Any]:
+    """Distinct values in order of appearance; tuples of several names' values."""
+    values: Iterable[Any] = (tuple(row[name] for name in names) for row in rows)
+    found = dict.fromkeys(values)
+    return [value if len(names) > 1 else value[0] for value in found]
+
+
+def _small(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"

@@ -1,0 +1,93 @@
+"""Tables and plot of the precisions, from made-up records."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = {
+    "date": "2026-01-02", "machine": "some CPU", "gpu": None, "versions": {"torch": "2.11"},
+    "commit": "0123456789abcdef", "command": "replayssm bench accuracy",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_figures", ROOT / "bench" / "figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def forced(precision: str, last: int, kl: float, agreement: float) -> dict[str, Any]:
+    first = 1 if last == 16 else 17
+    return {
+        "study": "teacher-forced", "model": "small", "rule": "gdn", "parameters": 2_000_000,
+        "precision": precision, "first": first, "last": last, "tokens": last - first + 1, "kl_mean": kl,
+        "kl_max": 10 * kl, "agreement": agreement, "bits_per_byte": 1.5,
+    }  # fmt: skip
+
+
+def recalled(precision: str, last: int, error: float | None) -> dict[str, Any]:
+    return {
+        "rule": "gdn", "state": [1, 64, 128], "precision": precision, "first": 1, "last": last,
+        "error_old": error, "error_recent": None, "state_error": 0.5, "read_state_error": 0.25,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    accuracy = [
+        forced("fp32", 16, 0.0, 1.0), forced("fp32", 64, 0.0, 1.0), forced("nvfp4+sr", 16, 1e-3, 1.0),
+        forced("nvfp4+sr", 64, 4e-3, 0.75),
+        {"study": "long-prompt", "model": "small", "precision": "nvfp4+sr", "kl_mean": 2e-3,
+         "agreement": 0.5},
+        {"study": "skipped-reads", "model": "small", "tolerance": 0.01, "by_norm": 0.25, "at_best": 0.5},
+    ]  # fmt: skip
+    recall = [recalled("fp32", 16, 1e-7), recalled("nvfp4+sr", 16, 0.1), recalled("nvfp4+sr", 64, 0.2)]
+    recall.append(recalled("fp32", 64, 2e-7))
+    for topic, rows in (("accuracy", accuracy), ("recall", recall)):
+        record = {"topic": topic, **HEAD, "rows": rows}
+        (tmp_path / f"{topic}-cpu-2026-01-02.json").write_text(json.dumps(record), encoding="utf-8")
+    return tmp_path
+
+
+def test_tables_by_position_and_over_models(figures: ModuleType, results: Path) -> None:
+    text = figures.accuracy("teacher-forced", results)
+    assert "**small** (gdn, 2.0 million parameters)" in text
+    assert "| precision | 1-16 | 17-64 | largest | same token | bits per byte |" in text
+    assert "| fp32 | 0 | 0 | 0 | 100.00% | 1.5000 |" in text
+    assert "| nvfp4+sr | 1.0e-03 | 4.0e-03 | 4.0e-02 | 81.25% | 1.5000 |" in text
+    assert "| nvfp4+sr | 2.0e-03 | 50.0% |" in figures.accuracy("long-prompt", results)
+    assert "| 0.01 | 25.0% | 50.0% |" in figures.accuracy("skipped-reads", results)
+
+
+def test_recall_and_where_it_is_from(figures: ModuleType, results: Path) -> None:
+    text = figures.recalled(results)
+    assert "**gdn** (V 64, K 128, heads 1)" in text
+    assert "| nvfp4+sr | 1.0e-01 | 2.0e-01 | - | 5.0e-01 | 2.5e-01 |" in text
+    assert "no GPU; some CPU; torch 2.11; commit 0123456789ab: `replayssm bench accuracy`." in text
+
+
+def test_the_plot_is_drawn(figures: ModuleType, results: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figures.draw_precision(results / "precision.png", results)
+    assert (results / "precision.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bytes_of_precisions(figures: ModuleType) -> None:
+    """As `how-it-works.md` has them for K = V = 128."""
+    lines = {
+        line.split(" | ")[0].strip("| "): line.split(" | ") for line in figures.precision_plan().splitlines()
+    }
+    assert {name: lines[name][1] for name in ("fp32", "bf16", "nvfp4/fp16+sr", "fp8+sr", "nvfp4+sr")} == {
+        "fp32": "4.00", "bf16": "2.00", "nvfp4/fp16+sr": "2.56", "fp8+sr": "1.03", "nvfp4+sr": "0.56",
+    }  # fmt: skip

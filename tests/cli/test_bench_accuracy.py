@@ -1,0 +1,264 @@
+"""`replayssm bench accuracy`: scores by hand, decoding in steps of several tokens, runs on tiny models."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from replayssm.cli.bench.accuracy import command, tables
+from replayssm.cli.bench.accuracy.scores import common_prefix, diverge, repeats
+from replayssm.cli.bench.positions import Bucket, buckets
+from replayssm.cli.errors import CommandError
+from replayssm.cli.main import app
+from tests import oracle
+from tests.adapters.transformers import zoo
+
+transformers = pytest.importorskip("transformers")
+
+from replayssm.cli import decode  # noqa: E402
+from replayssm.cli.bench.accuracy import decoding, layers, scales, skipping  # noqa: E402
+from replayssm.cli.bench.accuracy.decoding import Ring, Sampling  # noqa: E402
+from replayssm.cli.bench.accuracy.layers import Reads  # noqa: E402
+from replayssm.cli.bench.accuracy.texts import Text  # noqa: E402
+
+TOKENS = zoo.tokens(2, 48)
+MIXERS = {"gdn": "OlmoHybridForCausalLM", "mamba2": "Mamba2ForCausalLM", "kda": "KimiLinearForCausalLM"}
+
+
+def ring(step: int = 1) -> Ring:
+    return Ring(8, step, "auto")
+
+
+def test_buckets_cover_every_position() -> None:
+    found = list(buckets(1000))
+    assert found == [Bucket(1, 16), Bucket(17, 64), Bucket(65, 256), Bucket(257, 1000)]
+    assert torch.arange(1, 1001)[found[1].slice].tolist() == list(range(17, 65))
+
+
+def test_divergence_by_hand() -> None:
+    """One position alike, one with halves for a certainty, one where both rule the same token out."""
+    half, inf = math.log(0.5), math.inf
+    reference = torch.tensor([[[half, half], [0.0, -inf], [half, half]]])
+    found = torch.tensor([[[half, half], [half, half], [math.log(0.25), math.log(0.75)]]])
+    divergence = diverge(reference, found, torch.tensor([[0, 1, 1]]))
+    expected = [0.0, math.log(2), 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)]
+    assert divergence.kl[0].tolist() == pytest.approx(expected, abs=1e-7)
+    assert divergence.bits[0].tolist() == pytest.approx([1.0, 1.0, -math.log2(0.75)])
+    row = divergence.row(Bucket(2, 3), bytes_per_token=2.0)
+    assert row["kl_max"] == pytest.approx(math.log(2))
+    assert row["agreement"] == 0.5
+    assert row["bits_per_byte"] == pytest.approx((1 - math.log2(0.75)) / 4)
+
+
+def test_repetition_and_common_beginnings() -> None:
+    assert repeats([1, 2, 3, 1, 2, 3, 1, 2], 3) == [False] * 5 + [True] * 3
+    assert repeats([1, 1, 1], 3) == [False] * 3
+    left, right = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 2, 0], [0, 5, 6]])
+    assert common_prefix(left, right).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("rule", MIXERS)
+def test_steps_of_several_tokens_flush_where_single_ones_do(rule: str) -> None:
+    """A copy in int8 beside fp32 is far from fp32, and no further from itself than fp32's own rounding."""
+    model = zoo.BY_NAME[MIXERS[rule]].build()
+    given = TOKENS[:, :28]
+    exact = decoding.forced(model, given, 8, ring(4), "fp32")
+    one, four, eight = (decoding.forced(model, given, 8, ring(step), "int8/fp32") for step in (1, 4, 8))
+    assert one.shape[:2] == (2, 20)
+    off = (one - exact).abs().max()
+    assert off > 1e-4
+    for several in (four, eight):
+        assert (several - one).abs().max() < 0.02 * off
+    scan = decoding.scanned(model, given, 8)
+    assert (scan - exact).abs().max() < 0.02 * off
+
+
+def test_a_prompt_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last piece is never one token, which the adapter would decode."""
+    model = zoo.BY_NAME[MIXERS["gdn"]].build()
+    whole = decoding.forced(model, TOKENS[:, :20], 17, ring(), "fp32")
+    monkeypatch.setattr(decoding, "PROMPT_PIECE", 8)
+    sizes: list[int] = []
+    forward = decoding._forward
+
+    def noted(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
+        sizes.append(tokens.shape[1])
+        return forward(model, cache, tokens)
+
+    monkeypatch.setattr(decoding, "_forward", noted)
+    torch.testing.assert_close(decoding.forced(model, TOKENS[:, :20], 17, ring(), "fp32"), whole)
+    assert sizes == [8, 7, 2, 1, 1, 1]
+
+
+def test_what_a_model_writes() -> None:
+    """Greedy text is transformers' own; sampled text depends on the seed, and on nothing else."""
+    model = zoo.BY_NAME[MIXERS["gdn"]].build()
+    greedy = decoding.continued(model, TOKENS[:1], 12, ring(), "fp32", Sampling(0.0, 0))
+    expected = decode.decode(model, TOKENS[:1], decode.Settings(12)).tokens
+    assert greedy[0].tolist() == expected
+    sampled = [
+        decoding.continued(model, TOKENS, 12, ring(), "fp32", Sampling(1.0, seed)) for seed in (1, 1, 2)
+    ]
+    assert torch.equal(sampled[0], sampled[1])
+    assert not torch.equal(sampled[0], sampled[2])
+
+
+def test_sampling_takes_tokens_by_their_probability() -> None:
+    probabilities = torch.tensor([[0.2, 0.0, 0.5, 0.3]])
+    numbers = torch.tensor([0.0, 0.19, 0.2, 0.69, 0.71, 0.999])
+    picked = Sampling(1.0, 0).pick(probabilities.log().expand(6, 4), numbers)
+    assert picked[:, 0].tolist() == [0, 0, 2, 2, 3, 3]
+    assert Sampling(0.0, 0).pick(probabilities.log(), numbers[:1]).item() == 2
+
+
+@pytest.mark.parametrize("rule", MIXERS)
+def test_reads_of_checkpoints(rule: str) -> None:
+    """Checkpoints are the recurrence's states, and what a window's last token reads is in its output."""
+    model = zoo.BY_NAME[MIXERS[rule]].build()
+    call = layers.captured(model, TOKENS)[0]
+    window, given = 8, call.arguments
+    found = list(layers.reads(call, window))
+    assert len(found) == TOKENS.shape[1] // window - 1
+    state = torch.zeros(call.geometry.state_shape, dtype=torch.double)
+    for at in range(2 * window):
+        if at == window:
+            torch.testing.assert_close(found[0].state[0].double(), state, rtol=1e-4, atol=1e-5)
+            start = state
+        state, out = oracle.TOKEN[rule](state, token(rule, call, at))
+    torch.testing.assert_close(found[0].outputs[0, -1].double(), out, rtol=1e-4, atol=1e-5)
+    # Without the window's own writes, its last query reads the checkpoint as it has decayed.
+    for at in range(window, 2 * window):
+        silent = "x" if rule == "mamba2" else "beta"
+        quiet = {name: 0 * x if name == silent else x for name, x in token(rule, call, at).items()}
+        start, out = oracle.TOKEN[rule](start, quiet)
+    read = torch.einsum("hvk,hk->hv", found[0].state[0], found[0].queries[0, -1])
+    torch.testing.assert_close(read.double(), out, rtol=1e-4, atol=1e-6)
+    assert (found[0].keys is None) == (rule == "mamba2")
+    assert found[0].values.shape == given[call.tokenwise[0 if rule == "mamba2" else 2]][:, :window].shape
+
+
+def token(rule: str, call: Any, at: int) -> dict[str, torch.Tensor]:
+    """A token of the first sequence, as the oracle takes it."""
+    given = call.arguments
+    if rule == "mamba2":
+        dt = call.time_step(0, call.tokens)[0, at]
+        values = {"x": given["hidden_states"][0, at], "dt": dt, "A": call.rates}
+        return values | {"B": given["B"][0, at], "C": given["C"][0, at], "D": given["D"]}
+    names = {"q": "query", "k": "key", "v": "value", "g": "g", "beta": "beta"}
+    return {name: given[theirs][0, at] for name, theirs in names.items()}
+
+
+def window(state: torch.Tensor, queries: torch.Tensor, outputs: torch.Tensor, **keys: Any) -> Reads:
+    return Reads(state, queries, outputs, keys.get("keys"), keys.get("values", outputs))
+
+
+def test_skipped_reads_by_hand() -> None:
+    """Two heads: one read adds little to its output; the other's is orthogonal, so its norm is no use."""
+    state = torch.zeros(1, 2, 2, 4)
+    state[0, :, 0, 0] = 1.0
+    queries = torch.zeros(1, 1, 2, 4)
+    queries[0, 0, 0, 0], queries[0, 0, 1, 1] = 5e-4, 5e-2
+    outputs = torch.ones(1, 1, 2, 1)
+    shares = skipping.skipped_shares([window(state, queries, outputs)])
+    assert [row["tolerance"] for row in shares] == [1e-2, 1e-3, 1e-4]
+    assert [row["by_norm"] for row in shares] == [0.5, 0.5, 0.0]
+    assert [row["at_best"] for row in shares] == [1.0, 1.0, 0.5]
+    keyed = window(state, queries, outputs, keys=1e3 * queries)
+    assert skipping.skipped_shares([keyed])[0] == {"tolerance": 1e-2, "by_norm": 0.0, "at_best": 0.5}
+
+
+def test_scales_along_either_dimension() -> None:
+    """A scale for each channel pays where channels differ, one along the other dimension where rows do."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(2, 2, 16, 32, generator=generator)
+    spread = torch.exp2(torch.linspace(-12, 0, 32))
+    queries = torch.randn(2, 3, 2, 32, generator=generator) / spread
+    outputs = torch.ones(2, 3, 2, 16)
+    rows = scales.scale_errors([window(states * spread, queries, outputs)])
+    errors = {(row["format"], row["scales"]): row["read_error"] for row in rows}
+    assert len(rows) == 9
+    for name in ("nvfp4", "int8"):  # fp8's elements have exponents of their own
+        assert errors[name, scales.CHANNELS] < 0.5 * errors[name, scales.ALONG_K]
+        assert errors[name, scales.ALONG_V] < 0.5 * errors[name, scales.ALONG_K]
+    transposed = scales.packed(states.mT.contiguous(), "fp8", scales.ALONG_K).mT
+    assert torch.equal(scales.packed(states, "fp8", scales.ALONG_V), transposed)
+
+
+def run(tiny: Path, *arguments: str) -> list[str]:
+    said: list[str] = []
+    command.main(["--models", str(tiny), *arguments], said.append)
+    return said
+
+
+SMALL = [
+    "--precisions", "fp32,nvfp4+force", "--tokens", "32", "--prompt", "8", "--long-prompt", "40",
+    "--answer", "4", "--generate", "8", "--read", "32", "--step", "4", "--device", "cpu",
+]  # fmt: skip
+
+
+def test_a_whole_run(hybrids: Path, tmp_path: Path) -> None:
+    """fp32 against itself is zero everywhere, other precisions are not; the record has every study."""
+    file = tmp_path / "accuracy-cpu-2026-01-02.json"
+    said = run(hybrids, *SMALL, "--json", str(file))
+    record = json.loads(file.read_text())
+    assert record["topic"] == "accuracy"
+    assert record["command"].startswith("replayssm bench accuracy --models hybrids0 --precisions fp32,")
+    assert {"torch", "transformers", "python"} <= record["versions"].keys()
+    rows = record["rows"]
+    assert {row["study"] for row in rows} == set(command.STUDIES)
+    assert {row["rule"] for row in rows} == {"gdn", "mamba2"}
+    diverging = [row for row in rows if row["study"] in ("teacher-forced", "long-prompt")]
+    for row in diverging:
+        if row["precision"] == "fp32":
+            assert (row["kl_mean"], row["kl_max"], row["agreement"]) == (0.0, 0.0, 1.0)
+        elif row["precision"] == "transformers' scan":
+            assert 0 <= row["kl_mean"] < 1e-12
+        else:
+            assert row["kl_mean"] > (1e-12 if row["model"] == "gdn" else 0)
+    [written] = [
+        row
+        for row in rows
+        if row["study"] == "generated" and (row["model"], row["precision"]) == ("gdn", "fp32")
+    ]
+    assert written["same_tokens"] == 8.0
+    assert written["bits_per_byte"] > 0
+    titles = ["gdn, teacher-forced", "mamba2, generated", "long-prompt", "skipped-reads", "read-scales"]
+    assert set(titles) <= set(said)
+    assert next(iter(tables.every(rows))) == "gdn, teacher-forced"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--studies", "speed"], "unknown study 'speed'"),
+        (["--precisions", "fp9"], "precision 'fp9': unknown format"),
+        (["--precisions", "nvfp4"], "drifts away over long outputs"),
+        (["--step", "3"], "a divisor of the window 16"),
+        (["--answer", "0"], "--answer: expected at least 1, got 0"),
+        (["--read", "16"], "at least two windows, 32"),
+        (["--temperature", "-1"], "expected 0 or more"),
+        (["--json", "nowhere/x.json"], "no folder nowhere"),
+        (["--text", "nowhere.txt"], "nowhere.txt can't be read as UTF-8"),
+        (["--tokens", "200000"], "give a longer one with --text"),
+    ],
+)
+def test_wrong_options(arguments: list[str], message: str, hybrids: Path) -> None:
+    with pytest.raises(CommandError, match=message):
+        run(hybrids, "--device", "cpu", *arguments)
+
+
+def test_the_command_reaches_it(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "accuracy", "--models", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "no model in" in result.output
+
+
+def test_pieces_of_a_text() -> None:
+    text = Text(torch.arange(10), 1.0)
+    assert text.sequences(3, 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
