@@ -20,6 +20,7 @@ from replayssm.core.formats import PACKED, PackedState, StateCopy
 from replayssm.core.geometry import Rule
 from replayssm.kernels.checks import is_aligned
 from replayssm.kernels.cuda_backend import fold
+from replayssm.kernels.cuda_backend.arguments import give_index, give_rings
 from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Config, Params, missing, program
 from replayssm.kernels.cuda_backend.cut import ONE_WAVE, config, cut, read_config
 from replayssm.kernels.registry import StepCall
@@ -189,16 +190,12 @@ def _step(
     if index.cu_seqlens is not None:
         out.zero_()
     HV, V, _ = state.shape[1:]
-    values, keys, gates, *betas = rings.values()
-    H, R = keys.shape[1:3]
+    H, R = next(ring for name, ring in rings.items() if name in ("k_cache", "B_cache")).shape[1:3]
     batch, tokens = index.rows_and_tokens((out.shape[0], out.shape[1]))
     if batch == 0 or tokens == 0:
         return out
-    lens = index.draft_lens if index.cu_seqlens is None else index.cu_seqlens
-    for name, ring in (("u", values), ("k", keys), ("g", gates), *(("beta", beta) for beta in betas)):
-        setattr(params, name, ring.data_ptr())
-        setattr(params, f"s_{name}", ring.stride(0))
-        setattr(params, f"h_{name}", ring.stride(1))
+    give_rings(params, zip(("u", "k", "g", "beta"), rings.values(), strict=False))
+    give_index(params, index)
     read = state if read_state is None else read_state
     params.heads = HV
     _states(params, read)
@@ -223,18 +220,9 @@ def _step(
                 kept.append(tensor)
             setattr(params, name, tensor.data_ptr())
             setattr(params, "bias_type" if name == "dt_bias" else f"{name}_type", TYPES[tensor.dtype])
-    for name, tensor, wide in (
-        ("state_indices", index.state_indices, "wide_state"),
-        ("ring_indices", index.ring_indices, "wide_ring"),
-        ("lens", lens, "wide_lens"),
-    ):
-        if tensor is not None:
-            setattr(params, name, tensor.data_ptr())
-            setattr(params, wide, tensor.dtype is torch.int64)
     params.rand_seed = None if rand_seed is None else rand_seed.data_ptr()
-    params.varlen = index.cu_seqlens is not None
     params.R, params.L, params.T, params.B = R, window, tokens, batch
-    params.pad_slot, params.layer = index.pad_slot_id, layer
+    params.layer = layer
     compiled = next(n for n in (1, 4, 8, 16) if tokens <= n)
     compiled_for: Config
     if isinstance(read, PackedState):
@@ -245,7 +233,7 @@ def _step(
             rand_seed=rand_seed, layer=layer,
         )  # fmt: skip
         compiled_for = read_config(
-            rule, V, HV // H, read.format, compiled, window, bool(betas), batch * HV, params
+            rule, V, HV // H, read.format, compiled, window, "beta_cache" in rings, batch * HV, params
         )
         programs = -(-HV * -(-V // compiled_for.rows) // compiled_for.warps)
     else:

@@ -16,6 +16,7 @@ import torch
 from replayssm.core.formats import PackedState, StateCopy, state_format
 from replayssm.core.geometry import Rule
 from replayssm.kernels.checks import is_aligned, is_dense
+from replayssm.kernels.cuda_backend.arguments import give_index, give_rings
 from replayssm.kernels.cuda_backend.build import (
     ACTIVATION_BYTES,
     KEY_DIM,
@@ -201,29 +202,17 @@ def fold(
     if batch == 0 or tokens == 0:
         return
     params = FoldParams(state=Copy.of(state), R=R, L=window, T=tokens, B=batch, HV=HV, layer=layer)
-    params.l2norm, params.pad_slot = use_qk_l2norm, index.pad_slot_id
+    params.l2norm = use_qk_l2norm
     ring_fields = [("u", values), ("k", keys), ("g", gates)]
     if read_state is not None:
         params.read = Copy.of(read_state)
         if rule is not Rule.MAMBA2:
             ring_fields.append(("beta", rings["beta_cache"]))
-    for name, tensor in ring_fields:
-        setattr(params, name, tensor.data_ptr())
-        setattr(params, f"s_{name}", tensor.stride(0))
-        setattr(params, f"h_{name}", tensor.stride(1))
+    give_rings(params, ring_fields)
+    give_index(params, index)
     params.ring_start, params.hist_len = ring_start.data_ptr(), hist_len.data_ptr()
     if A is not None:
         params.A, params.A_type = A.data_ptr(), TYPES[A.dtype]
-    lens = index.draft_lens if index.cu_seqlens is None else index.cu_seqlens
-    params.varlen = index.cu_seqlens is not None
-    for name, indices, wide in (
-        ("state_indices", index.state_indices, "wide_state"),
-        ("ring_indices", index.ring_indices, "wide_ring"),
-        ("lens", lens, "wide_lens"),
-    ):
-        if indices is not None:
-            setattr(params, name, indices.data_ptr())
-            setattr(params, wide, indices.dtype is torch.int64)
     params.rand_seed = None if rand_seed is None else rand_seed.data_ptr()
     read = None if read_state is None else state_format(read_state)
     config = FoldConfig(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -15,6 +16,7 @@ import torch
 from replayssm.kernels import cuda_backend, registry
 from replayssm.kernels.cuda_backend import build, fold
 from replayssm.kernels.cuda_backend.build import KernelConfig
+from tests import support
 
 HERE = Path(__file__).with_name("emulator")
 COMPILER = shutil.which("g++")
@@ -67,3 +69,13 @@ def serve_on_cpu(monkeypatch: pytest.MonkeyPatch, backwards: bool = False) -> No
     for module in (cuda_backend, fold):
         monkeypatch.setattr(module, "program", partial(emulated_program, backwards=backwards))
     registry._resolve.cache_clear()
+
+
+def every_step_by_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For a fixture: every step of a walk by the CUDA backend, emulated."""
+    serve_on_cpu(monkeypatch)
+    for rule, step in support.STEP.items():
+        monkeypatch.setitem(support.STEP, rule, partial(step, backend="cuda"))
+    yield
+    registry._resolve.cache_clear()
+    registry._resolve_operation.cache_clear()

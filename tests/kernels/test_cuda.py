@@ -27,13 +27,7 @@ make_layer = partial(support.make_layer, act=torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def by_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every step of a walk by the CUDA backend."""
-    emulated.serve_on_cpu(monkeypatch)
-    for rule, step in support.STEP.items():
-        monkeypatch.setitem(support.STEP, rule, partial(step, backend="cuda"))
-    yield
-    registry._resolve.cache_clear()
-    registry._resolve_operation.cache_clear()
+    yield from emulated.every_step_by_cuda(monkeypatch)
 
 
 @pytest.fixture(params=[None, Cut(1, 4)], ids=["", "small"])

@@ -15,7 +15,7 @@ import torch
 
 from replayssm.core import LayerBuffers
 from replayssm.core.formats import PACKED, PackedState, state_tensors
-from replayssm.kernels import BackendUnavailable, StepIndex, cuda_backend, registry, store_states
+from replayssm.kernels import BackendUnavailable, StepIndex, cuda_backend, store_states
 from tests import support
 from tests.kernels import emulated
 from tests.support import RULES, Walk, draw, geometry, ints, run_step, same_bits
@@ -30,13 +30,7 @@ make_layer = partial(support.make_layer, act=torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def by_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every step of a walk by the CUDA backend."""
-    emulated.serve_on_cpu(monkeypatch)
-    for rule, step in support.STEP.items():
-        monkeypatch.setitem(support.STEP, rule, partial(step, backend="cuda"))
-    yield
-    registry._resolve.cache_clear()
-    registry._resolve_operation.cache_clear()
+    yield from emulated.every_step_by_cuda(monkeypatch)
 
 
 def small(rule: str, V: int = 40) -> support.LayerGeometry:
