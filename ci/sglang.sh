@@ -24,4 +24,4 @@ fi
 echo "== the SGLang adapter's tests and those of parity, $(sed -n 's/^sglang==/SGLang /p' ci/sglang-requirements.txt)"
 # torchvision has no build for a CPU that fits; see the stand-in.
 PYTHONPATH="$PWD/tests/adapters/sglang/stubs" EXPECT_SGLANG=1 \
-    "$own/bin/python" -m pytest -n 2 tests/adapters/sglang tests/parity "$@"
+    "$own/bin/python" -m pytest -n 2 --dist worksteal tests/adapters/sglang tests/parity "$@"

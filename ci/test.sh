@@ -20,7 +20,7 @@ ci/lint.sh
 
 echo "== tests, transformers $newest_version"
 EXPECT_TRANSFORMERS="$newest_version" \
-    "$venv/bin/pytest" -n 2 --cov --cov-report=term
+    "$venv/bin/pytest" -n 2 --dist worksteal --cov --cov-report=term
 
 if [ -d tests/adapters/transformers ]; then
     if [ ! -d "$floor/transformers-$floor_version.dist-info" ]; then
@@ -31,7 +31,7 @@ if [ -d tests/adapters/transformers ]; then
     echo "== the transformers adapter's tests, transformers $floor_version"
     # No trailing colon: an empty entry would put the checkout's root on the path.
     PYTHONPATH="$floor${PYTHONPATH:+:$PYTHONPATH}" EXPECT_TRANSFORMERS="$floor_version" \
-        "$venv/bin/pytest" -n 2 tests/adapters/transformers
+        "$venv/bin/pytest" -n 2 --dist worksteal tests/adapters/transformers
 fi
 
 if [ -d tests/adapters/sglang ]; then
