@@ -13,7 +13,9 @@ import torch
 
 from replayssm import kernels
 from replayssm.core import LayerGeometry, Rule
+from replayssm.core.precision import Precision
 from replayssm.kernels import StepIndex
+from tests.kernels.device.test_packed import check_step
 from tests.kernels.device.walk import STEP, BatchWalk, Layer
 
 GEOMETRY = {
@@ -84,6 +86,14 @@ def test_sanitize(rule: Rule, shape: str, act: str, backend: str) -> None:
     for mine, other in zip(got, want, strict=True):
         size = other.float().abs().max().item()
         torch.testing.assert_close(mine, other, rtol=4 * unit, atol=max(unit, 1e-5) * max(size, 1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("precision", ["nvfp4/fp16+sr", "fp8/fp32", "int8+sr"])
+@pytest.mark.parametrize("rule", list(Rule))
+def test_sanitize_packed(rule: Rule, precision: str, tokens: int) -> None:
+    check_step(GEOMETRY[rule], Precision.parse(precision), tokens, "cuda")
 
 
 @pytest.mark.parametrize("shape", ["T1", "T4", "tree"])
