@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.histories import Histories
 from replayssm.cli.bench.inputs import ACTIVATIONS
-from replayssm.cli.bench.precisions import folds_first
 from replayssm.core import traffic
 from replayssm.core.precision import Precision
 
@@ -36,13 +35,13 @@ def replay(case: Case, histories: Histories, precision: Precision = traffic.FP32
     """The read copy is read once and all copies written by the rows that flush, `histories`' own share.
 
     Where folds come first they are a pass of their own, which reads the recurrence copy, for a delta rule the
-    read copy too, before the step reads the renewed one. `core.traffic` does not count that last read.
+    read copy too, before the step reads the renewed one.
 
     Every live record is read, by rows that flush and by the others; dead records are not counted.
     """
     layout, flushes = replace(case.layout, split=precision.split), histories.flush_share
     ring_read = histories.lengths.double().mean().item() * layout.record_bytes
-    folds = traffic.flush_read_bytes(case.layer, precision) if folds_first(precision) else 0
+    folds = traffic.flush_read_bytes(case.layer, precision) if precision.folds_first else 0
     state_read = traffic.read_bytes(case.layer, precision) + flushes * folds
     written_io, read_io = _token_io(case)
     ring_write = case.tokens * layout.record_bytes

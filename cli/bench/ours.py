@@ -13,7 +13,7 @@ from replayssm.cli.bench.contestant import Contestant, Cursors, Setup, nothing, 
 from replayssm.cli.bench.copies import Copies, CopiesReference
 from replayssm.cli.bench.histories import Histories, flushing, quiet, standard, verification
 from replayssm.cli.bench.inputs import Reference
-from replayssm.cli.bench.precisions import OURS, folds_first, ours_name
+from replayssm.cli.bench.precisions import OURS, ours_name
 from replayssm.core import formats
 from replayssm.core.geometry import Rule
 from replayssm.core.policy import must_flush
@@ -122,13 +122,13 @@ class Ours(Contestant):
 
     def reference(self) -> Reference:
         copies = self.copies[0]
-        if folds_first(self.precision):
+        if self.precision.folds_first:
             return CopiesReference(self.setup.inputs, copies, self.precision.rounding, self.flushing)
         return Reference(self.setup.inputs, copies.recurrence())
 
     def steps(self) -> int:
         # A second flush starts from copies that the first has left, which is more where these are packed.
-        flushes = 2 if folds_first(self.precision) else 1
+        flushes = 2 if self.precision.folds_first else 1
         return flushes * WINDOW + 3 if self.setup.case.tokens == 1 else flushes * 10
 
 

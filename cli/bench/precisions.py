@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from replayssm.cli.errors import CommandError
-from replayssm.core.formats import FORMATS, PACKED
+from replayssm.core.formats import FORMATS
 from replayssm.core.precision import Precision, Rounding
 
 OURS = "ours"
@@ -51,11 +51,6 @@ def is_ours(impl: str) -> bool:
 def precision_of(impl: str) -> Precision:
     """The precision in the name of one that `is_ours`."""
     return Precision.parse(impl.removeprefix(OURS).strip() or str(Precision()))
-
-
-def folds_first(precision: Precision) -> bool:
-    """Whether rows that must flush fold before the step, which then reads the copy that they leave."""
-    return precision.split or precision.recurrence in PACKED
 
 
 def largest_rounding(format: str, rounding: Rounding) -> float:
