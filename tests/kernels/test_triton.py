@@ -192,9 +192,9 @@ def test_a_strong_decay_blurs_no_later_weight(rule: str, tree: bool) -> None:
 
 
 @pytest.mark.parametrize("rule", ["gdn", "kda"])
-@pytest.mark.parametrize("g", [-200.0, -1e30, -float("inf")])
-def test_large_decays_underflow_to_zero(rule: str, g: float) -> None:
+def test_large_decays_underflow_to_zero(rule: str) -> None:
     """Log-decays whose exponential underflows, -inf included, forget the past and make no NaN."""
+    strong = torch.tensor([-200.0, -1e30, -float("inf")])
     for width in (1, 3):
         layers = [make_layer(small(rule), slots=2, window=3, max_draft=3) for _ in range(2)]
         outputs = []
@@ -203,7 +203,8 @@ def test_large_decays_underflow_to_zero(rule: str, g: float) -> None:
             walk.hand_out(0, 1)
             for step in range(5):
                 inputs = draw(layer, 2, width, walk.generator)
-                inputs["g"][step % 2, 0] = g
+                row = inputs["g"][step % 2, 0]
+                row.copy_(strong[(torch.arange(len(row)) + step) % 3].view(-1, *[1] * (row.dim() - 1)))
                 outputs.append(run_step(layer, walk.cache, inputs, StepIndex(ints([0, 1])), backend=backend))
                 walk.cache.commit(ints([0, 1]), ints([width] * 2), ints([width] * 2))
         for mine, other in zip(outputs[:5], outputs[5:], strict=True):
