@@ -567,9 +567,13 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _pools(*copies: StateCopy | None) -> tuple[torch.Tensor, ...]:
-    """The values of each copy, or its codes."""
+    """What of each copy kernels take by vectors: its values, or its codes and their scales."""
     given = (copy for copy in copies if copy is not None)
-    return tuple(copy.codes if isinstance(copy, PackedState) else copy for copy in given)
+    return tuple(
+        tensor
+        for copy in given
+        for tensor in ((copy.codes, copy.scales) if isinstance(copy, PackedState) else (copy,))
+    )
 
 
 def _scale(scale: float | None, state: StateCopy) -> float:

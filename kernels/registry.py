@@ -15,7 +15,10 @@ from types import ModuleType
 
 import torch
 
+from replayssm.core.formats import FORMATS
 from replayssm.core.geometry import Rule
+from replayssm.core.layout import RingLayout
+from replayssm.core.precision import Precision, Rounding
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +62,8 @@ class StepCall:
         batch: B.
         dense: states are dense within a slot, ring tensors within a head, `out` within a token, cursors,
             index and parameters altogether.
-        aligned: states and vectors of the rings begin on 16-byte boundaries in every slot and head, `out` in
-            every token.
+        aligned: states, scales and vectors of the rings begin on 16-byte boundaries in every slot and head,
+            `out` in every token.
         stochastic: folds round stochastically.
         use_qk_l2norm: the step normalises `q` and `k`; false for Mamba-2.
         copies: the formats, `"READ/RECURRENCE"` or one, where states are packed or steps read a copy of their
@@ -89,6 +92,23 @@ class StepCall:
     stochastic: bool = False
     use_qk_l2norm: bool = False
     copies: str | None = None
+
+    @classmethod
+    def of_decoding(cls, layout: RingLayout, precision: Precision) -> StepCall:
+        """A step of one token in one row, by which an engine asks at its start who will serve its states.
+
+        Args:
+            layout: the layers' rings.
+            precision: of their states; the recurrence copy is plain.
+        """
+        g = layout.geometry
+        return cls(
+            g.rule, g.value_heads, g.key_heads, g.value_dim, g.key_dim, layout.rows, layout.window, tokens=1,
+            tree=False, varlen=False, draft_lens=False, raw_gates=True, lower_bound=False, z=False,
+            state_dtype=FORMATS[precision.recurrence], activation_dtype=layout.activation_dtype, batch=1,
+            stochastic=precision.rounding is Rounding.STOCHASTIC, use_qk_l2norm=g.rule is not Rule.MAMBA2,
+            copies=f"{precision.read}/{precision.recurrence}" if precision.split else None,
+        )  # fmt: skip
 
 
 class BackendUnavailable(RuntimeError):

@@ -35,6 +35,7 @@ from replayssm.adapters.sglang.settings import (
 )
 from replayssm.adapters.sglang.storage import Storage
 from replayssm.core.geometry import Rule
+from replayssm.kernels.registry import StepCall
 from replayssm.kernels.registry import resolve as resolve_backend
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
     states = mamba_pool.mamba_cache.temporal
     if states.dtype is not storage.dtype:
         raise Incompatible(f"expected SGLang's states in {storage.dtype}, as asked, got {states.dtype}")
-    call = None if storage.precision.plain else storage.decode_step
+    call = None if storage.precision.plain else StepCall.of_decoding(storage.layout, storage.precision)
     backend = resolve_backend(settings.backend, states.device, call).__name__.rsplit(".", 1)[-1]
     rates = _rates(model_runner.model, len(states)) if rule is Rule.MAMBA2 else None
     with mamba_pool.memory_saver_adapter.region(_memory_type()):

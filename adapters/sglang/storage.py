@@ -17,7 +17,6 @@ from replayssm.core.formats import FORMATS, StateCopy, allocate_states, state_by
 from replayssm.core.geometry import LayerGeometry, Rule
 from replayssm.core.layout import RingLayout
 from replayssm.core.precision import Precision, Rounding, parse_format
-from replayssm.kernels.registry import StepCall
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,6 @@ class Storage:
         shape = self.layout.geometry.state_shape
         read = state_bytes(self.precision.read, shape) if self.precision.split else 0
         return self.layout.bytes_per_slot + read
-
-    @property
-    def decode_step(self) -> StepCall:
-        """A step of one token in one row, by which a backend says whether it serves such states."""
-        layout, precision = self.layout, self.precision
-        geometry = layout.geometry
-        return StepCall(
-            geometry.rule, geometry.value_heads, geometry.key_heads, geometry.value_dim, geometry.key_dim,
-            layout.rows, layout.window, tokens=1, tree=False, varlen=False, draft_lens=False, raw_gates=True,
-            lower_bound=False, z=False, state_dtype=self.dtype, activation_dtype=layout.activation_dtype,
-            batch=1, stochastic=self.stochastic, use_qk_l2norm=geometry.rule is not Rule.MAMBA2,
-            copies=f"{precision.read}/{precision.recurrence}" if precision.split else None,
-        )  # fmt: skip
 
     def allocate(
         self, layers: int, slots: int, device: torch.device

@@ -46,8 +46,9 @@ from replayssm.adapters.trtllm.served import (
 from replayssm.adapters.trtllm.settings import Settings
 from replayssm.core.formats import state_bytes
 from replayssm.core.geometry import Rule
+from replayssm.core.layout import RingLayout
 from replayssm.core.precision import parse_format
-from replayssm.kernels.registry import BackendUnavailable, resolve, resolve_operation
+from replayssm.kernels.registry import BackendUnavailable, StepCall, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ def give_rings(
         )
     layout = ring_layout(settings, rule, states[0], groups, activations, tokens, settings.window, path)
     read = settings.precision.read if layout.split and settings.precision is not None else None
-    backend = _backend(settings, states[0], read)
+    backend = _backend(settings, states[0], layout)
     turned = rule is Rule.GDN and rule in built and states_are_turned(built[rule], layout, states[0])
     try:
         rings = Rings(layout, states, requests, batch, settings.backend, turned, seed, read)
@@ -207,18 +208,20 @@ def give_rings(
     )  # fmt: skip
 
 
-def _backend(settings: Settings, state: torch.Tensor, read: str | None) -> str:
+def _backend(settings: Settings, state: torch.Tensor, layout: RingLayout) -> str:
     """The backend that will serve, by its module's name.
 
     Raises:
         Incompatible: the one that was asked for does not serve read copies.
     """
-    if read is None:
-        return resolve(settings.backend, state.device).__name__.rpartition(".")[2]
-    copies = f"{read}/{parse_format(state.dtype)}"
+    call = None
+    if layout.split and settings.precision is not None:
+        call = StepCall.of_decoding(layout, settings.precision)
     try:
-        module = resolve_operation(settings.backend, state.device, "materialize", copies)
+        module = resolve(settings.backend, state.device, call)
     except BackendUnavailable as error:
+        if call is None:
+            raise
         raise Incompatible(f"replayssm: {error}; backend is in adapter.yaml") from None
     return module.__name__.rpartition(".")[2]
 

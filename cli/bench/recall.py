@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +20,10 @@ from replayssm.cli.bench.compared import PRECISIONS, check_precisions, check_ste
 from replayssm.cli.bench.kernels import words
 from replayssm.cli.bench.positions import Bucket, buckets
 from replayssm.cli.bench.recall_stream import Inputs, Layer, Stream, exact_steps
-from replayssm.cli.bench.study import Study
+from replayssm.cli.bench.study import Study, add_options
 from replayssm.cli.errors import CommandError
 from replayssm.core import LayerBuffers, Precision, ReplayCache, RingLayout, Rounding, Rule
 from replayssm.kernels import gdn_step, kda_step, load_states, mamba2_step, materialize
-from replayssm.kernels.registry import NAMES
 
 PROGRAM, TOPIC = "replayssm bench recall", "recall"
 OLD, RECENT = "written at the start", "written lately"
@@ -171,12 +169,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--key-dim", type=int, default=128)
     options.add_argument("--value-dim", type=int, default=128)
     options.add_argument("--decay", type=float, default=1e-5, help="of a token, as a positive log-decay")
-    options.add_argument("--window", type=int, default=16, help="L")
-    options.add_argument("--step", type=int, default=1, help="tokens of a step, a divisor of the window")
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--backend", choices=NAMES, default="auto")
-    options.add_argument("--json", type=Path, metavar="FILE", help="keep the record here, row by row")
+    add_options(options)
     return options
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from replayssm.cli.bench.packages import installed
 from replayssm.cli.bench.run import bare, heading, write_whole
 from replayssm.cli.errors import CommandError
 from replayssm.cli.record import machine
+from replayssm.kernels.registry import NAMES
 
 PACKAGES = ("replayssm-adapters", "torch", "transformers")
 
@@ -53,3 +55,13 @@ class Study:
     def record(self) -> dict[str, Any]:
         """The record, as `bench/results` keeps it."""
         return {**self._heading, "rows": self.rows}
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    """Options of every study: how tokens are decoded, where, and where the record goes."""
+    options.add_argument("--window", type=int, default=16, help="L")
+    options.add_argument("--step", type=int, default=1, help="tokens of a step, a divisor of the window")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--backend", choices=NAMES, default="auto")
+    options.add_argument("--json", type=Path, metavar="FILE", help="keep the record here, row by row")

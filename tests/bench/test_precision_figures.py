@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -15,16 +14,6 @@ HEAD = {
     "date": "2026-01-02", "machine": "some CPU", "gpu": None, "versions": {"torch": "2.11"},
     "commit": "0123456789abcdef", "command": "replayssm bench accuracy",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_figures", ROOT / "bench" / "figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def forced(precision: str, last: int, kl: float, agreement: float) -> dict[str, Any]:

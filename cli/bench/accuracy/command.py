@@ -11,15 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from replayssm.cli.bench import table
 from replayssm.cli.bench.accuracy import tables
 from replayssm.cli.bench.compared import PRECISIONS, check_precisions, check_step
 from replayssm.cli.bench.kernels import words
-from replayssm.cli.bench.study import Study
+from replayssm.cli.bench.study import Study, add_options
 from replayssm.cli.errors import CommandError, require
-from replayssm.kernels.registry import NAMES
 
 if TYPE_CHECKING:
     from replayssm.cli.bench.accuracy.studies import Plan
@@ -51,14 +48,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--generate", type=int, default=256, help="tokens that a model writes by itself")
     options.add_argument("--temperature", type=float, default=0.8, help="of what it writes; 0 is greedy")
     options.add_argument("--read", type=int, default=1024, help="tokens, for the studies of reads")
-    options.add_argument("--window", type=int, default=16, help="L")
-    options.add_argument(
-        "--step", type=int, default=1, help="teacher-forced tokens of a step, a divisor of the window"
-    )
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--backend", choices=NAMES, default="auto")
-    options.add_argument("--json", type=Path, metavar="FILE", help="keep the record here, row by row")
+    add_options(options)
     return options
 
 

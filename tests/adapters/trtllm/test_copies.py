@@ -19,10 +19,9 @@ from replayssm.core import rows, traffic
 from replayssm.core.formats import PackedState, allocate_states, select_states, state_tensors
 from replayssm.core.precision import Precision
 from replayssm.kernels import store_states
-from tests.adapters.trtllm.engine import Request, Server
+from tests.adapters.trtllm.engine import Request, Server, forbid_reading_back
 from tests.adapters.trtllm.test_life import decoding
 from tests.adapters.trtllm.test_own import SETTINGS, serve, walk
-from tests.support import NoReadBack
 
 K = 16
 """Values that share a scale in NVFP4."""
@@ -180,16 +179,7 @@ def test_a_step_reads_nothing_back(rule: str, max_draft: int | None, monkeypatch
     monkeypatch.setattr(rows, "may_read_back", lambda tensor: False)
     server, rings = split("cpp", rule, "nvfp4/fp32", max_draft)
     requests, address = decoding(server, 2, steps=0), rings.stale.data_ptr()
-
-    def quietly(function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            with NoReadBack():
-                return function(*args)
-
-        return call
-
-    for part in (*server.layers, server.worker):
-        part.forward = quietly(part.forward)
+    forbid_reading_back(server)
     tokens = 1 if max_draft is None else 3
     for step in range(WINDOW + 1):
         server.step(decodes=requests, tokens=tokens, accepted=[1, tokens], pads=1)
@@ -246,19 +236,13 @@ def test_what_does_not_fit_the_engine(kind: str, precision: str, options: Any, m
 @pytest.mark.usefixtures("double")
 def test_a_backend_that_reads_no_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """At start, and not by the first step."""
-    from replayssm.kernels import torch_backend
-    from replayssm.kernels.registry import _resolve_operation
+    from replayssm.kernels import registry, torch_backend
 
     monkeypatch.setattr(torch_backend, "SERVES_COPIES", False)
-    _resolve_operation.cache_clear()
+    monkeypatch.setattr(registry, "_resolve", registry._resolve.__wrapped__)
     install(replace(SETTINGS, precision=Precision.parse("nvfp4/fp32")))
-    try:
-        with pytest.raises(
-            Incompatible, match=r"no kernels for nvfp4/fp32 states yet.*backend is in adapter"
-        ):
-            Server("cpp", "gdn", d_state=K)
-    finally:
-        _resolve_operation.cache_clear()
+    with pytest.raises(Incompatible, match=r"no kernels for nvfp4/fp32 states yet.*backend is in adapter"):
+        Server("cpp", "gdn", d_state=K)
 
 
 SOMEWHERE = [("g0", "flat"), ("g3", "cpp")]

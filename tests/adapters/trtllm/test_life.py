@@ -12,7 +12,7 @@ from replayssm.adapters.trtllm.refusals import Incompatible
 from replayssm.adapters.trtllm.served import rings_of
 from replayssm.adapters.trtllm.settings import Settings
 from replayssm.core import rows
-from tests.adapters.trtllm.engine import KINDS, RULES, Request, Server
+from tests.adapters.trtllm.engine import KINDS, RULES, Request, Server, forbid_reading_back
 from tests.adapters.trtllm.test_own import WINDOW, serve
 from tests.support import NoReadBack
 
@@ -178,16 +178,7 @@ def test_a_step_reads_nothing_back(
     monkeypatch.setattr(rows, "may_read_back", lambda tensor: False)
     server, rings = serve(kind, rule, max_draft)
     requests = decoding(server, 2, steps=0)
-
-    def quietly(function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            with NoReadBack():
-                return function(*args)
-
-        return call
-
-    for part in (*server.layers, server.worker):
-        part.forward = quietly(part.forward)
+    forbid_reading_back(server)
     tokens = 1 if max_draft is None else 3
     for _ in range(2 * WINDOW):
         server.step(decodes=requests, tokens=tokens, accepted=[1, tokens], pads=1)

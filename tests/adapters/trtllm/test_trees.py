@@ -19,11 +19,10 @@ from replayssm.adapters.trtllm.refusals import Incompatible
 from replayssm.core import rows
 from replayssm.core.precision import Precision
 from tests.adapters.trtllm.conftest import importable
-from tests.adapters.trtllm.engine import KINDS, Server, Tree
+from tests.adapters.trtllm.engine import KINDS, Server, Tree, quietly
 from tests.adapters.trtllm.generations import copy
 from tests.adapters.trtllm.test_life import decoding
 from tests.adapters.trtllm.test_own import SETTINGS, serve
-from tests.support import NoReadBack
 
 DEPTH, NODES = 3, 6
 """Drafts that a step accepts at most, and those it brings; the root is one more of each."""
@@ -108,13 +107,6 @@ def test_a_step_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     server, rings = trees("cpp", 8)
     requests, choose, address = decoding(server, 2), random.Random(2), rings.parents.data_ptr()
     keep, hold = rings.keep_path, rings.hold_tree
-
-    def quietly(function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            with NoReadBack():
-                return function(*args)
-
-        return call
 
     def hold_and_spoil(parents: torch.Tensor) -> None:
         quietly(hold)(parents)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from replayssm import kernels
+from replayssm.cli.bench.precisions import largest_rounding
 from replayssm.core import LayerBuffers, LayerGeometry, RingLayout, Rule
 from replayssm.core.formats import PackedState, StateCopy, state_tensors
 from replayssm.core.precision import Precision, Rounding
@@ -119,7 +120,7 @@ def check_step(geo: LayerGeometry, precision: Precision, tokens: int, device: st
     states = kernels.load_states(layer.state)[rows]
     wanted = reference.state[rows]
     size = wanted.abs().amax((-1, -2), keepdim=True)
-    rounded = {"fp32": 0.0, "fp16": 2**-10, "fp8": 2**-3, "nvfp4": 1 / 3}[precision.recurrence]
+    rounded = largest_rounding(precision.recurrence, precision.rounding)
     assert ((states - wanted).abs() <= (rounded + 4e-6) * size).all()
     if layer.read_state is not None:
         assert isinstance(layer.read_state, PackedState)
