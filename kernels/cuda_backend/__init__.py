@@ -235,7 +235,7 @@ def _step(
         compiled_for = read_config(
             rule, V, HV // H, read.format, compiled, window, "beta_cache" in rings, batch * HV, params
         )
-        programs = -(-HV * -(-V // compiled_for.rows) // compiled_for.warps)
+        programs = compiled_for.programs(HV)
     else:
         share = cut(rule, V, compiled, batch * HV, _gpu(out.device))
         compiled_for = config(

@@ -35,9 +35,12 @@ logger = logging.getLogger(__name__)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RULES = {Rule.MAMBA2: 0, Rule.GDN: 1, Rule.KDA: 2}
 SHARED_SOURCES = ("primitives.cuh", "common.cuh")
+READ_SOURCES = (*SHARED_SOURCES, "read.cuh")
 UNIT = 16
 """Value rows of a unit, the piece of a checkpoint that a program works on at a time."""
 KEY_DIM = 128
+BLOCK_ROWS = 128
+"""Value rows of a block of `read_one.cu`."""
 ACTIVATION_BYTES = 2
 WARP = 32
 SHARED_LIMIT = 227 * 1024
@@ -266,7 +269,7 @@ class ReadConfig:
     split: bool
     kinds: Kinds
     source: ClassVar[str] = "read.cu"
-    headers: ClassVar[tuple[str, ...]] = SHARED_SOURCES
+    headers: ClassVar[tuple[str, ...]] = READ_SOURCES
     entry: ClassVar[str] = "replay_step"
     warps: ClassVar[int] = 4
     fills: ClassVar[bool] = False
@@ -285,8 +288,75 @@ class ReadConfig:
         """Shared memory of a program, as the source lays it out."""
         return 4 * self.warps * 2 * self.tokens * KEY_DIM if self.rule is Rule.KDA else 0
 
+    def programs(self, heads: int) -> int:
+        """Programs that serve so many heads of a row."""
+        return -(-heads * -(-self.value_dim // self.rows) // self.warps)
 
-Config = StepConfig | SmallConfig | ReadConfig
+
+@dataclass(frozen=True)
+class ReadOneConfig:
+    """What `read_one.cu` knows at compile time, likewise.
+
+    Attributes:
+        format: of the states that are read.
+        blocks: of 128 value rows, that a warp serves in turn.
+        split: whether there is another copy, and records keep beta.
+        kinds: of the arguments.
+    """
+
+    rule: Rule
+    value_dim: int
+    group: int
+    format: str
+    records: int
+    blocks: int
+    split: bool
+    kinds: Kinds
+    source: ClassVar[str] = "read_one.cu"
+    headers: ClassVar[tuple[str, ...]] = READ_SOURCES
+    entry: ClassVar[str] = "replay_step"
+    warps: ClassVar[int] = 4
+    fills: ClassVar[bool] = True
+
+    def defines(self) -> list[str]:
+        """The configuration as compiler options."""
+        return _options({
+            "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
+            "STATE": TYPES[torch.float32], "WARPS": self.warps, "FORMAT": list(PACKED).index(self.format),
+            "RECORDS": self.records, "BLOCKS": self.blocks, "PROGRAMS": self.most_programs,
+            "SPLIT": int(self.split), "STOCHASTIC": 0,
+            **{name.upper(): int(value) for name, value in asdict(self.kinds).items()},
+        })  # fmt: skip
+
+    @property
+    def most_programs(self) -> int:
+        """Programs that a multiprocessor holds at a time."""
+        return min(3, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, as the source lays it out."""
+        records, mamba = 8 * self.records, self.rule is Rule.MAMBA2
+        touched = 126 // self.value_dim + 2
+        if self.value_dim % BLOCK_ROWS == 0:
+            touched = 1
+        elif BLOCK_ROWS % self.value_dim == 0:
+            touched = BLOCK_ROWS // self.value_dim
+        packed = PACKED[self.format]
+        warp = 4 * 32 * KEY_DIM // 2  # codes, four quarters of four bits or two of eight
+        if packed.block is not None:
+            warp += BLOCK_ROWS * KEY_DIM // packed.block
+        warp += records * BLOCK_ROWS * (2 if mamba else 4)
+        warp += 8 * records * min(touched, self.group) + 3 * 4 * records
+        return self.warps * warp
+
+    def programs(self, heads: int) -> int:
+        """Programs that serve so many heads of a row."""
+        blocks = -(-self.group * self.value_dim // BLOCK_ROWS)
+        return -(-heads // self.group * -(-blocks // self.blocks) // self.warps)
+
+
+Config = StepConfig | SmallConfig | ReadConfig | ReadOneConfig
 
 
 class KernelConfig(Protocol):

@@ -12,11 +12,13 @@ import torch
 from replayssm.core.formats import PACKED
 from replayssm.core.geometry import Rule
 from replayssm.kernels.cuda_backend.build import (
+    BLOCK_ROWS,
     UNIT,
     Config,
     Kinds,
     Params,
     ReadConfig,
+    ReadOneConfig,
     SmallConfig,
     StepConfig,
 )
@@ -40,6 +42,8 @@ MOST_RING = 32
 ONE_WAVE = 1024
 """Programs that a large GPU runs at a time, about."""
 LARGE = 8 * ONE_WAVE
+LEAST_BLOCKS = ONE_WAVE
+"""Of a step by `read_one.cu`."""
 TABLE = Path(__file__).with_name("launch_shapes.json")
 """Shapes measured by `bench/launch_shapes.py`: of each GPU, of each `shape_key`, triples that ascend, of the
 most heads of a step that a share serves, its units and its warps. Beyond the last a share is a whole head."""
@@ -90,19 +94,23 @@ def read_config(
     split: bool,
     heads: int,
     params: Params,
-) -> ReadConfig:
+) -> ReadConfig | ReadOneConfig:
     """What a step over packed states is compiled for, with `heads` heads of all its rows.
 
-    A warp serves as many value rows as it has registers for: 128 with codes of four bits and one column, 64
-    else; fewer where the step would leave a large GPU idle.
+    One token goes to `read_one.cu` where a large GPU has enough of its blocks, a warp as many of them as leave
+    enough warps. In `read.cu` a warp serves as many value rows as it has registers for: 128 with codes of four
+    bits and one column, 64 else; fewer where the step would leave a large GPU idle.
     """
+    records, kinds = 2 if window <= 16 else 4, Kinds.of(params)
+    blocks = heads * value_dim // BLOCK_ROWS
+    if tokens == 1 and rule is not Rule.KDA and blocks >= LEAST_BLOCKS:
+        each = next((n for n in (4, 2) if blocks // n >= 4 * ONE_WAVE), 1)
+        return ReadOneConfig(rule, value_dim, group, format, records, each, split, kinds)
     wide = PACKED[format].bits == 8 or tokens > 4 or (rule is Rule.KDA and tokens > 1)
     rows = 64 if wide else 128
     while rows > 32 and (rows // 2 >= value_dim or heads * -(-value_dim // rows) < LARGE // 4):
         rows //= 2
-    return ReadConfig(
-        rule, value_dim, group, format, tokens, 2 if window <= 16 else 4, rows, split, Kinds.of(params)
-    )
+    return ReadConfig(rule, value_dim, group, format, tokens, records, rows, split, kinds)
 
 
 def config(
