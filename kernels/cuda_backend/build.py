@@ -40,7 +40,7 @@ UNIT = 16
 """Value rows of a unit, the piece of a checkpoint that a program works on at a time."""
 KEY_DIM = 128
 BLOCK_ROWS = 128
-"""Value rows of a block of `read_one.cu`."""
+"""Value rows of a block of `read_blocks.cu`."""
 ACTIVATION_BYTES = 2
 WARP = 32
 SHARED_LIMIT = 227 * 1024
@@ -294,11 +294,12 @@ class ReadConfig:
 
 
 @dataclass(frozen=True)
-class ReadOneConfig:
-    """What `read_one.cu` knows at compile time, likewise.
+class ReadBlocksConfig:
+    """What `read_blocks.cu` knows at compile time, likewise.
 
     Attributes:
         format: of the states that are read.
+        tokens: 1 or 4, the most a row brings.
         blocks: of 128 value rows, that a warp serves in turn.
         split: whether there is another copy, and records keep beta.
         kinds: of the arguments.
@@ -308,14 +309,15 @@ class ReadOneConfig:
     value_dim: int
     group: int
     format: str
+    tokens: int
     records: int
     blocks: int
     split: bool
     kinds: Kinds
-    source: ClassVar[str] = "read_one.cu"
+    source: ClassVar[str] = "read_blocks.cu"
     headers: ClassVar[tuple[str, ...]] = READ_SOURCES
     entry: ClassVar[str] = "replay_step"
-    warps: ClassVar[int] = 4
+    warps: ClassVar[int] = 1
     fills: ClassVar[bool] = True
 
     def defines(self) -> list[str]:
@@ -323,40 +325,40 @@ class ReadOneConfig:
         return _options({
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
             "STATE": TYPES[torch.float32], "WARPS": self.warps, "FORMAT": list(PACKED).index(self.format),
-            "RECORDS": self.records, "BLOCKS": self.blocks, "PROGRAMS": self.most_programs,
-            "SPLIT": int(self.split), "STOCHASTIC": 0,
+            "TOKENS": self.tokens, "RECORDS": self.records, "BLOCKS": self.blocks,
+            "PROGRAMS": self.most_programs, "SPLIT": int(self.split), "STOCHASTIC": 0,
             **{name.upper(): int(value) for name, value in asdict(self.kinds).items()},
         })  # fmt: skip
 
     @property
     def most_programs(self) -> int:
-        """Programs that a multiprocessor holds at a time."""
-        return min(3, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED))
+        """Programs that a multiprocessor holds at a time, with 168 registers a lane."""
+        return min(12, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED))
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a program, as the source lays it out."""
-        records, mamba = 8 * self.records, self.rule is Rule.MAMBA2
+        packed, records, columns = PACKED[self.format], 8 * self.records, 2 * self.tokens
         touched = 126 // self.value_dim + 2
         if self.value_dim % BLOCK_ROWS == 0:
             touched = 1
         elif BLOCK_ROWS % self.value_dim == 0:
             touched = BLOCK_ROWS // self.value_dim
-        packed = PACKED[self.format]
-        warp = 4 * 32 * KEY_DIM // 2  # codes, four quarters of four bits or two of eight
+        head = -(-(records * columns + columns + columns * self.tokens + self.tokens) // 4) * 4
+        shared = BLOCK_ROWS * KEY_DIM // 2  # all codes of four bits, half of those of eight
         if packed.block is not None:
-            warp += BLOCK_ROWS * KEY_DIM // packed.block
-        warp += records * BLOCK_ROWS * (2 if mamba else 4)
-        warp += 8 * records * min(touched, self.group) + 3 * 4 * records
-        return self.warps * warp
+            shared += BLOCK_ROWS * KEY_DIM // packed.block
+        shared += records * BLOCK_ROWS * (2 if self.rule is Rule.MAMBA2 else 4)
+        shared += 4 * (min(touched, self.group) * head + (columns + 1) * records)
+        return shared + (0 if self.tokens == 1 else 4 * 4 * columns * 36)
 
     def programs(self, heads: int) -> int:
         """Programs that serve so many heads of a row."""
         blocks = -(-self.group * self.value_dim // BLOCK_ROWS)
-        return -(-heads // self.group * -(-blocks // self.blocks) // self.warps)
+        return heads // self.group * -(-blocks // self.blocks)
 
 
-Config = StepConfig | SmallConfig | ReadConfig | ReadOneConfig
+Config = StepConfig | SmallConfig | ReadConfig | ReadBlocksConfig
 
 
 class KernelConfig(Protocol):

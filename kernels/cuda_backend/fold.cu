@@ -673,7 +673,8 @@ DEVICE void fold_head(const FoldParams& p, int b, int head) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     replay_fold(const __grid_constant__ FoldParams p) {
-    follow();
+    await_previous();  // first: the step's rows that do not flush wait for this kernel's start alone
+    let_next_start();
     int item = grid_x();  // one head of a flushing row, numbered over all chunks
     for (int first = 0; first < p.B; first += CHUNK) {
         list_flushes(p, first);

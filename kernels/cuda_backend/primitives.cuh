@@ -94,12 +94,20 @@ DEVICE int first_bit(u32 x) { return __ffs(x) - 1; }
 DEVICE void warp_sync() { __syncwarp(); }
 DEVICE void block_sync() { __syncthreads(); }
 
-// The kernel after this one may be launched; this one goes on when the kernel before it has ended.
-DEVICE void follow() {
+// The kernel after this one may be launched; the kernel before it has ended; both.
+DEVICE void let_next_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void await_previous() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+DEVICE void follow() {
+    let_next_start();
+    await_previous();
 }
 
 // d += a @ b of tf32 operands: a 16 x 8, b 8 x 8, in the layout of the instruction. The low 13 bits of an

@@ -51,13 +51,6 @@ struct Past {
     float value[RECORDS][2][4];
 };
 
-// d[i] of the lane whose row and column are r, of a product of rows with themselves.
-DEVICE float diagonal(float even, float odd, int r) {
-    const int from = 4 * r + (r >> 1);
-    const float x = shuffle(even, from), y = shuffle(odd, from);
-    return r & 1 ? y : x;
-}
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __grid_constant__ Params p) {
     const int lane = lane_id(), warp = warp_id(), g = lane >> 2, c = lane & 3;
     const int item = grid_x() * WARPS + warp, b = grid_y();

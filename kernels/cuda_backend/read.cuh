@@ -77,3 +77,10 @@ DEVICE Scales scales_of(u32 stored, int c) {
     }
     return x;
 }
+
+// d[i] of the lane whose row and column are r, of a product of rows with themselves.
+DEVICE float diagonal(float even, float odd, int r) {
+    const int from = 4 * r + (r >> 1);
+    const float x = shuffle(even, from), y = shuffle(odd, from);
+    return r & 1 ? y : x;
+}

@@ -181,6 +181,8 @@ DEVICE u32 votes(bool x) {
 DEVICE int bit_count(u32 x) { return __builtin_popcount(x); }
 DEVICE int first_bit(u32 x) { return __builtin_ffs(x) - 1; }
 DEVICE int shuffle(int x, int from) { return (int)bits(shuffle(real((u32)x), from)); }
+DEVICE void let_next_start() {}
+DEVICE void await_previous() {}
 DEVICE void follow() {}
 DEVICE void warp_sync() { shuffle(0.f, 0); }
 DEVICE void block_sync() {
