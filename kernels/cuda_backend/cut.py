@@ -17,8 +17,8 @@ from replayssm.kernels.cuda_backend.build import (
     Config,
     Kinds,
     Params,
-    ReadConfig,
     ReadBlocksConfig,
+    ReadConfig,
     SmallConfig,
     StepConfig,
 )
@@ -42,8 +42,6 @@ MOST_RING = 32
 ONE_WAVE = 1024
 """Programs that a large GPU runs at a time, about."""
 LARGE = 8 * ONE_WAVE
-LEAST_BLOCKS = 128
-"""Of a step by `read_blocks.cu`."""
 TABLE = Path(__file__).with_name("launch_shapes.json")
 """Shapes measured by `bench/launch_shapes.py`: of each GPU, of each `shape_key`, triples that ascend, of the
 most heads of a step that a share serves, its units and its warps. Beyond the last a share is a whole head."""
@@ -97,14 +95,13 @@ def read_config(
 ) -> ReadConfig | ReadBlocksConfig:
     """What a step over packed states is compiled for, with `heads` heads of all its rows.
 
-    A few tokens go to `read_blocks.cu` where there are enough of its blocks, a warp as many of them as leave
-    enough warps. In `read.cu` a warp serves as many value rows as it has registers for: 128 with codes of four
-    bits and one column, 64 else; fewer where the step would leave a large GPU idle.
+    A few tokens go to `read_blocks.cu`, but KDA's, whose keys do not serve several heads; a warp serves as
+    many blocks as leave enough warps. In `read.cu` a warp serves as many value rows as it has registers for:
+    128 with codes of four bits and one column, 64 else; fewer where the step would leave a large GPU idle.
     """
     records, kinds = 2 if window <= 16 else 4, Kinds.of(params)
-    blocks = heads * value_dim // BLOCK_ROWS
-    if tokens <= 4 and rule is not Rule.KDA and blocks >= LEAST_BLOCKS:
-        most = 4 if PACKED[format].bits == 4 else 2
+    if tokens <= 4 and rule is not Rule.KDA:
+        blocks, most = heads * value_dim // BLOCK_ROWS, 4 if PACKED[format].bits == 4 else 2
         each = next((n for n in (4, 2) if n <= most and blocks // n >= 4 * ONE_WAVE), 1)
         return ReadBlocksConfig(rule, value_dim, group, format, tokens, records, each, split, kinds)
     wide = PACKED[format].bits == 8 or tokens > 4 or (rule is Rule.KDA and tokens > 1)

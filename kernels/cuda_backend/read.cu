@@ -1,5 +1,6 @@
 // One step over packed states, which it reads and does not write: rows that must flush have been folded
-// before it (`fold.cu`), so they have no history. Outputs and records as in `step.cu`.
+// before it (`fold.cu`), so they have no history. Outputs and records as in `step.cu`. Up to four tokens of
+// Mamba-2 and GDN are `read_blocks.cu`'s.
 //
 // A warp serves ROWS value rows of one head of one row, on its own; the four of a program are neighbours,
 // whose keys and queries are often the same. All codes that a warp reads are on their way before it waits for
@@ -9,16 +10,14 @@
 // go into the keys and queries, which are sums of two fp16 values then. Norms, other decays and scales are
 // factors of the products.
 //
-// Compile-time, besides those of common.cuh: WARPS (4), FORMAT (0 fp8, 1 int8, 2 nvfp4, 3 mxfp4), TOKENS (1,
-// 4 or 8, the most a row brings; KDA: 1 or 4), RECORDS (window at most, in eights, 2 or 4), ROWS (32, 64 or
-// 128), SPLIT (records keep beta), and the kinds of arguments that `small.cu` has: STATE_INDEX, RING_INDEX,
-// LENS, VARLEN, G_TYPE, BETA_TYPE, A_TYPE, BIAS_TYPE, D_TYPE, HAS_Z, L2NORM, SOFTPLUS, BOUNDED.
+// Compile-time, besides those of common.cuh and read.cuh: WARPS (4), TOKENS (8, the most a row brings; KDA: 1
+// or 4), RECORDS (window at most, in eights, 2 or 4), ROWS (32, 64 or 128), SPLIT (records keep beta), and
+// the kinds of arguments that `small.cu` has: STATE_INDEX, RING_INDEX, LENS, VARLEN, G_TYPE, BETA_TYPE,
+// A_TYPE, BIAS_TYPE, D_TYPE, HAS_Z, L2NORM, SOFTPLUS, BOUNDED.
 //
-// Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of rows of keys, of queries and of the state it holds 32
-// channels in four chunks of eight, see `channel_of`; the sums over channels run in any order. Columns are
-// the tokens' keys, then their queries: rows of one operand where they meet records, columns of the other
-// where they meet the state. Of each 32 value rows a lane's results are of rows 4g .. 4g + 3, two to a
-// product.
+// Layouts. Columns are the tokens' keys, then their queries: rows of one operand where they meet records,
+// columns of the other where they meet the state. Of each 32 value rows a lane's results are of rows 4g .. 4g
+// + 3, two to a product.
 
 constexpr bool ONE = TOKENS == 1;
 constexpr int PAIRS = ROWS / 32, PARTS = (V + ROWS - 1) / ROWS;
@@ -219,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
         const float reach = sum_from(lane == 31 ? 0.f : later, lane);
         total = fast_exp(rate * (shuffle(old, 0) + shuffle(reach, 0)));
         weight = (DELTA ? 1.f : old) * fast_exp(rate * reach);
-        grown = fast_exp(rate * (ONE ? gate : sum_to(gate, lane)));
+        grown = fast_exp(rate * sum_to(gate, lane));
     }
     if (DELTA && is_token) {
         const i64 at = batch * p.b_beta + (first + lane) * p.t_beta + head;
@@ -394,8 +393,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
     const float skip = DELTA ? 0.f : scalar(issue_scalar<D_TYPE>(p.D, head), D_TYPE);
 #if TOKENS == 1
     const float one_beta = shuffle(beta, 0);
-    const float answer =
-        shuffle(pairs[0], 4) * (DELTA ? shuffle(norm[0], 0) * shuffle(norm[0], 4) : shuffle(gate, 0)) + skip;
+    const float answer = shuffle(pairs[0], 4) * shuffle(norm[0], 0) * shuffle(norm[0], 4);
 #else
     // as an operand, [column g][token 2c + n]: the triangular system's inverse less the identity, since
     // tensor cores cut sums off, and what outputs take of its right side
@@ -548,7 +546,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int row = 2 * unit + r;
-                u[0][row] = DELTA ? one_beta * (value[0][row] - acc[0][2 * r]) : value[0][row];
+                u[0][row] = one_beta * (value[0][row] - acc[0][2 * r]);
                 o[0][row] = fmaf(answer, u[0][row], acc[0][2 * r + 1]);
             }
 #else
@@ -584,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
             if (HAS_Z) widen(gated[n], z);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                if (!DELTA && !ONE) y[e] = fmaf(skip, value[n][e], y[e]);
+                if (!DELTA) y[e] = fmaf(skip, value[n][e], y[e]);
                 if (HAS_Z) y[e] *= z[e] * fast_sigmoid(z[e]);
                 if (!exists[n]) y[e] = 0.f;
             }

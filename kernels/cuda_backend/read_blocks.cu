@@ -1,5 +1,4 @@
-// One step of a few tokens over packed states, of Mamba-2 and GDN, where there are enough rows to fill a GPU;
-// what `read.cu` is for more tokens, for KDA and for few rows.
+// One step of a few tokens over packed states, of Mamba-2 and GDN: what `read.cu` is for more, and for KDA.
 //
 // All value rows that have a key head are one list, cut into blocks of 128 rows. A warp serves BLOCKS of them
 // in turn: what keys, queries and the ring's keys have to do with each other it works out once. Codes and

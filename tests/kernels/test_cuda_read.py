@@ -1,4 +1,5 @@
-"""Steps over packed states by the CUDA backend under the tests' emulator: `read.cu`, and `fold.cu` before it.
+"""Steps over packed states by the CUDA backend under the tests' emulator: `fold.cu`, then `read_blocks.cu` or
+`read.cu`.
 
 The torch backend reads the same codes, so outputs and records differ by the order of sums alone.
 """
@@ -16,6 +17,7 @@ import torch
 from replayssm.core import LayerBuffers
 from replayssm.core.formats import PACKED, PackedState, state_tensors
 from replayssm.kernels import BackendUnavailable, StepIndex, cuda_backend, store_states
+from replayssm.kernels.cuda_backend.build import KernelConfig, ReadBlocksConfig, ReadConfig
 from tests import support
 from tests.kernels import emulated
 from tests.support import RULES, Walk, draw, geometry, ints, run_step, same_bits
@@ -107,25 +109,71 @@ def test_packed_inputs(rule: str) -> None:
     check_against_torch(layer, walked(layer, 3, 2), 7, index)
 
 
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[KernelConfig]:
+    """Configurations of the steps that follow."""
+    found: list[KernelConfig] = []
+    original = cuda_backend.program
+    monkeypatch.setattr(cuda_backend, "program", lambda *given: found.append(given[0]) or original(*given))
+    return found
+
+
 @pytest.mark.parametrize(
-    ("rule", "format", "V", "rows"),
+    ("rule", "format", "V", "tokens", "rows"),
     [
-        ("mamba2", "nvfp4", 128, 128),
-        ("mamba2", "mxfp4", 80, 128),
-        ("mamba2", "nvfp4", 64, 64),
-        ("gdn", "nvfp4", 128, 128),
-        ("gdn", "fp8", 72, 64),
+        ("kda", "nvfp4", 128, 1, 128),
+        ("kda", "fp8", 72, 4, 64),
+        ("mamba2", "mxfp4", 80, 8, 64),
+        ("gdn", "nvfp4", 128, 8, 64),
     ],
 )
-def test_every_share(rule: str, format: str, V: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_share(
+    rule: str,
+    format: str,
+    V: int,
+    tokens: int,
+    rows: int,
+    chosen: list[KernelConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As many value rows a warp as in large steps, and heads that end within a warp's."""
     monkeypatch.setattr(import_module("replayssm.kernels.cuda_backend.cut"), "LARGE", 0)
-    chosen = []
-    original = cuda_backend.program
-    monkeypatch.setattr(cuda_backend, "program", lambda *given: chosen.append(given[0]) or original(*given))
-    layer = make_layer(small(rule, V), window=16, max_draft=1, precision=f"{format}/fp32")
-    check_against_torch(layer, walked(layer, 5, 1), 1, StepIndex(ints([2, 0])))
+    layer = make_layer(small(rule, V), window=16, max_draft=tokens, precision=f"{format}/fp32")
+    check_against_torch(layer, walked(layer, 5, 1), tokens, StepIndex(ints([2, 0])))
+    assert isinstance(chosen[0], ReadConfig)
     assert chosen[0].rows == rows
+
+
+@pytest.mark.parametrize(
+    ("rule", "format", "heads", "V", "tokens"),
+    [
+        ("gdn", "nvfp4", (8, 1), 128, 1),
+        ("mamba2", "nvfp4", (12, 2), 80, 4),
+        ("gdn", "int8", (12, 2), 80, 1),
+        ("mamba2", "mxfp4", (8, 1), 64, 1),
+        ("gdn", "mxfp4", (2, 1), 256, 4),
+        ("mamba2", "fp8", (4, 1), 128, 4),
+    ],
+)
+def test_blocks_in_turn(
+    rule: str,
+    format: str,
+    heads: tuple[int, int],
+    V: int,
+    tokens: int,
+    chosen: list[KernelConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A warp serves several blocks: whole heads, parts of one, several of them, the last block not full."""
+    monkeypatch.setattr(import_module("replayssm.kernels.cuda_backend.cut"), "ONE_WAVE", 0)
+    HV, H = heads
+    layer = make_layer(
+        geometry(rule, HV=HV, H=H, V=V, K=128), window=16, max_draft=tokens, precision=f"{format}/fp32"
+    )
+    for steps in (5, 15):
+        check_against_torch(layer, walked(layer, steps, 1), tokens, StepIndex(ints([2, 0])))
+    assert isinstance(chosen[0], ReadBlocksConfig)
+    assert chosen[0].blocks == (4 if format in ("nvfp4", "mxfp4") else 2)
 
 
 def test_long_windows() -> None:
@@ -200,12 +248,13 @@ def test_a_nan_stays_in_its_value_row(format: str) -> None:
     assert torch.equal(out[0, 0].isnan(), expected)
 
 
-def test_lanes_in_either_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """L22: KDA's lanes leave keys for each other."""
+@pytest.mark.parametrize("rule", RULES)
+def test_lanes_in_either_order(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L22: lanes leave keys, scales and products for each other."""
     outputs = []
     for backwards in (False, True):
         emulated.serve_on_cpu(monkeypatch, backwards)
-        layer = make_layer(small("kda"), window=16, max_draft=4, precision="nvfp4/fp32")
+        layer = make_layer(small(rule), window=16, max_draft=4, precision="nvfp4/fp32")
         walk = walked(layer, 3, 2)
         inputs = draw(layer, 2, 4, torch.Generator().manual_seed(1))
         outputs.append(run_step(layer, walk.cache, inputs, StepIndex(ints([2, 0]))))
