@@ -281,10 +281,14 @@ DEVICE float sum_to(float x, int lane) {
 
 // ---- rounding of the recurrence copy ----
 
-// Word `element % 4` of Philox 4x32-10 at counter (element / 4, slot, layer, 0).
+// Philox 4x32-10 at counter (element / 8, slot, layer, 0): 16 bits for each of eight elements.
 struct Random {
     u32 w[4];
 };
+// Those of element `i` of the eight at the top, and a one after them.
+DEVICE u32 chance_of(const Random& random, int i) {
+    return permute(random.w[i / 2], 0x8000u, i % 2 ? 0x3254 : 0x1054);
+}
 DEVICE Random philox(i64 seed, u32 c0, u32 c1, u32 c2) {
     u32 k0 = (u32)seed, k1 = (u32)((u64)seed >> 32), c3 = 0;
 #pragma unroll
@@ -297,9 +301,9 @@ DEVICE Random philox(i64 seed, u32 c0, u32 c1, u32 c2) {
     return {c0, c1, c2, c3};
 }
 
-// To fp16, up or down by chance as 13 bits of `word` say; the scheme is that of the torch backend's rounding.
-DEVICE u16 stochastic_half(float x, u32 word) {
-    const u32 sign = bits(x) >> 16 & 0x8000u, m = bits(x) & 0x7fffffffu, r = word & 8191u;
+// To fp16, up or down by `chance`; the scheme is that of the torch backend's rounding.
+DEVICE u16 stochastic_half(float x, u32 chance) {
+    const u32 sign = bits(x) >> 16 & 0x8000u, m = bits(x) & 0x7fffffffu, r = chance >> 19;
     u32 h = m < 0x38800000u ? ((u32)(real(m) * 137438953472.f) + r) >> 13 : ((m + r) >> 13) - (112u << 10);
     if (h > 0x7bffu) h = 0x7bffu;
     if (m == 0x7f800000u) h = 0x7c00u;

@@ -110,9 +110,11 @@ DEVICE void store_state(char* at, const float (&x)[4], i64 seed, u32 index, u32 
     }
     u16 y[4];
 #if STOCHASTIC
-    const Random random = philox(seed, index / 4, slot, layer);
+    const Random random = philox(seed, index / 8, slot, layer);
+    const bool later = index / 4 % 2;  // of two lanes with one group
+    const Random own = {later ? random.w[2] : random.w[0], later ? random.w[3] : random.w[1]};
 #pragma unroll
-    for (int i = 0; i < 4; i++) y[i] = stochastic_half(x[i], random.w[i]);
+    for (int i = 0; i < 4; i++) y[i] = stochastic_half(x[i], chance_of(own, i));
 #else
 #pragma unroll
     for (int i = 0; i < 4; i++) y[i] = narrow(x[i], STATE);

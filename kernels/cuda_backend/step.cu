@@ -163,12 +163,9 @@ DEVICE void store_row(char* to, int c, int block, const float (&x)[8], i64 seed,
     }
     u16 y[8];
 #if STOCHASTIC
+    const Random random = philox(seed, first / 8 + 4 * block + c, slot, layer);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        Random random = philox(seed, first / 4 + 8 * block + 2 * c + half, slot, layer);
-#pragma unroll
-        for (int i = 0; i < 4; i++) y[4 * half + i] = stochastic_half(x[4 * half + i], random.w[i]);
-    }
+    for (int i = 0; i < 8; i++) y[i] = stochastic_half(x[i], chance_of(random, i));
 #else
 #pragma unroll
     for (int i = 0; i < 8; i++) y[i] = narrow(x[i], STATE);
