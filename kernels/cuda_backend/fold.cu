@@ -546,8 +546,6 @@ DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, float (&x)[2][
             if (warp == 0 && lane == 0) *head_scale_at(copy, slot, head) = scale;
         }
         warp_sync();  // the scales of another copy are written
-    } else if (FORMAT == FP16 && STOCHASTICALLY) {
-        tame_halves(x);
     }
     encode<FORMAT, STOCHASTICALLY, BEYOND, RUN>(tile, x, largest, scale, scales + 2 * g * T::SCALE_BYTES, c,
                                                 words);

@@ -25,12 +25,11 @@ constexpr int scale_block(int format) { return format == NVFP4 ? 16 : format == 
 template <int MANTISSA_, int EXPONENT_, u32 LARGEST_>
 struct Element {
     static constexpr int MANTISSA = MANTISSA_, EXPONENT = EXPONENT_, DROP = 23 - MANTISSA_;
-    static constexpr u32 LARGEST_CODE = LARGEST_, MASK = MANTISSA_ == 10 ? 0x7fff : LARGEST_ | 1;
+    static constexpr u32 LARGEST_CODE = LARGEST_, MASK = LARGEST_ | 1;
     // bits of 2^EXPONENT, and of what makes fp32's smallest normal number of it
     static constexpr u32 SMALLEST = (u32)(127 + EXPONENT_) << 23;
     static constexpr u32 TO_FIXED = EXPONENT_ > 0 ? 1u << 23 - EXPONENT_ : (u32)(1 - EXPONENT_) << 23;
 };
-using Half = Element<10, -14, 0x7bff>;
 using E4M3 = Element<3, -6, 0x7e>;
 using E2M1 = Element<1, 0, 7>;
 using Integer = Element<7, 7, 127>;
@@ -247,25 +246,6 @@ DEVICE float block_maxima(const float (&x)[2][32], float (&largest)[2][Tile<FORM
     return most;
 }
 
-// Brings values within what fp16 has, for `encode` by chance: what is beyond becomes the largest, infinities
-// and NaN the two numbers after that which have their bits.
-DEVICE void tame_halves(float (&x)[2][32]) {
-#pragma unroll
-    for (int first = 0; first < 32; first += 8) {
-        float most = 0.f;
-#pragma unroll
-        for (int i = 0; i < 16; i++) most = larger(most, fabsf(x[i / 8][first + i % 8]));
-        if (!votes(!(most <= 65504.f))) continue;
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float& y = x[i / 8][first + i % 8];
-            const float a = fabsf(y);
-            const float held = a <= 65504.f ? a : a <= FINITE ? 65504.f : a == a ? 65536.f : 98304.f;
-            y = real(bits(held) | (bits(y) & 0x80000000u));
-        }
-    }
-}
-
 // Code of a value with its sign, `chance` for STOCHASTICALLY.
 template <int FORMAT, bool STOCHASTICALLY>
 DEVICE u32 code_of(float x, float q, u32 chance) {
@@ -282,16 +262,9 @@ DEVICE u32 code_of(float x, float q, u32 chance) {
     return (size ^ top) & SIZE ^ top;
 }
 
-// Two fp16 values by their word, the first in the low half; they have been tamed.
-DEVICE u32 stochastic_pair(float x, float y, u32 word) {
-    const u32 a = bits(multiply_down(fabsf(x), real(Half::TO_FIXED))) + (word << 16 >> 19);
-    const u32 b = bits(multiply_down(fabsf(y), real(Half::TO_FIXED))) + (word >> 19);
-    return high_halves((bits(x) & 0x80000000u) | a << 3, (bits(y) & 0x80000000u) | b << 3);
-}
-
 // The lane's values in the format, and its blocks' scales in `scales`, where rows 2g and 2g + 1 of 16 lie.
-// `words(r, e)` are the Random ones of elements e .. e + 7 of row r; `head` is NVFP4's scale. Values for fp16
-// by chance have been tamed. Without BEYOND none is finite and larger than LARGEST.
+// `words(r, e)` are the Random ones of elements e .. e + 7 of row r; `head` is NVFP4's scale. Without
+// BEYOND none is finite and larger than LARGEST.
 template <int FORMAT, bool STOCHASTICALLY, bool BEYOND, int RUN, class Words>
 DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
                    const float (&largest)[2][Tile<FORMAT, RUN>::BLOCKS], float head, unsigned char* scales,
