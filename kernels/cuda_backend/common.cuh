@@ -281,10 +281,14 @@ DEVICE float sum_to(float x, int lane) {
 
 // ---- rounding of the recurrence copy ----
 
-// Word `element % 4` of Philox 4x32-10 at counter (element / 4, slot, layer, 0).
+// Philox 4x32-10 at counter (element / 8, slot, layer, 0): 16 bits for each of eight elements.
 struct Random {
     u32 w[4];
 };
+// Those of element `i` of the eight at the top, and a one after them.
+DEVICE u32 chance_of(const Random& random, int i) {
+    return permute(random.w[i / 2], 0x8000u, i % 2 ? 0x3254 : 0x1054);
+}
 DEVICE Random philox(i64 seed, u32 c0, u32 c1, u32 c2) {
     u32 k0 = (u32)seed, k1 = (u32)((u64)seed >> 32), c3 = 0;
 #pragma unroll
@@ -297,14 +301,22 @@ DEVICE Random philox(i64 seed, u32 c0, u32 c1, u32 c2) {
     return {c0, c1, c2, c3};
 }
 
-// To fp16, up or down by chance as 13 bits of `word` say; the scheme is that of the torch backend's rounding.
-DEVICE u16 stochastic_half(float x, u32 word) {
-    const u32 sign = bits(x) >> 16 & 0x8000u, m = bits(x) & 0x7fffffffu, r = word & 8191u;
-    u32 h = m < 0x38800000u ? ((u32)(real(m) * 137438953472.f) + r) >> 13 : ((m + r) >> 13) - (112u << 10);
-    if (h > 0x7bffu) h = 0x7bffu;
-    if (m == 0x7f800000u) h = 0x7c00u;
-    if (m > 0x7f800000u) h = 0x7e00u;
-    return (u16)(sign | h);
+// To fp16, the first in the low half, up or down by chance as the halves of `word` say; the scheme is that of
+// the torch backend's rounding. By 2^-112 fp32's smallest normal number is fp16's, and the 13 bits that fp16
+// does not have are the last ones in either range; so the random ones are added to the bits, and the number
+// cut off.
+DEVICE u32 stochastic_pair(float x, float y, u32 word) {
+    constexpr u32 DOWN = 15u << 23, UP = 239u << 23;          // 2^-112, 2^112
+    const u32 chances[2] = {permute(word, 0, 0x1044), word};  // by two shifts the first would be three
+    float sizes[2] = {x, y};
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float size = multiply_down(fabsf(sizes[i]), real(DOWN));
+        // `size` is too small to count here, but of a NaN, whose bits have changed, it makes one again.
+        sizes[i] = fma_down(real(bits(size) + (chances[i] >> 19)), real(UP), size);
+    }
+    // Cut off at once, infinities stay, whose sizes are NaN now; nothing else is larger than its size.
+    return signed_larger(pack_half_down(sizes[0], sizes[1]), pack_half_down(x, y));
 }
 
 // Two elements of a state in 16 bits.

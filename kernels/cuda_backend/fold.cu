@@ -546,8 +546,6 @@ DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, float (&x)[2][
             if (warp == 0 && lane == 0) *head_scale_at(copy, slot, head) = scale;
         }
         warp_sync();  // the scales of another copy are written
-    } else if (FORMAT == FP16 && STOCHASTICALLY) {
-        tame_halves(x);
     }
     encode<FORMAT, STOCHASTICALLY, BEYOND, RUN>(tile, x, largest, scale, scales + 2 * g * T::SCALE_BYTES, c,
                                                 words);
@@ -564,10 +562,10 @@ DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, float (&x)[2][
 DEVICE void store_head(const FoldParams& p, int b, int head, float (&x)[2][32], State& state) {
     const int warp = warp_id(), lane = shuffle(lane_id(), lane_id()), c = lane & 3;
     float* const maxima = (float*)(shared_memory + AT_MAXIMA);
-    const u32 first = (u32)(head * V + 16 * warp + 2 * (lane >> 2)) * (K / 4);
+    const u32 first = (u32)(head * V + 16 * warp + 2 * (lane >> 2)) * (K / 8);
     const i64 slot = slot_of(p, b), seed = STOCHASTIC ? *p.rand_seed : 0;
     auto words = [&](int r, int e) {
-        return philox(seed, first + r * (K / 4) + column_of<RUN>(c, e) / 4, (u32)slot, (u32)p.layer);
+        return philox(seed, first + r * (K / 8) + column_of<RUN>(c, e) / 8, (u32)slot, (u32)p.layer);
     };
     store_tile<STATE, STOCHASTIC, true>(state, p.state, x, slot, head, maxima, warp, lane, words);
     if (!SPLIT) return;

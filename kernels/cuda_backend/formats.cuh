@@ -25,18 +25,17 @@ constexpr int scale_block(int format) { return format == NVFP4 ? 16 : format == 
 template <int MANTISSA_, int EXPONENT_, u32 LARGEST_>
 struct Element {
     static constexpr int MANTISSA = MANTISSA_, EXPONENT = EXPONENT_, DROP = 23 - MANTISSA_;
-    static constexpr u32 LARGEST_CODE = LARGEST_, MASK = MANTISSA_ == 10 ? 0x7fff : LARGEST_ | 1;
+    static constexpr u32 LARGEST_CODE = LARGEST_, MASK = LARGEST_ | 1;
     // bits of 2^EXPONENT, and of what makes fp32's smallest normal number of it
     static constexpr u32 SMALLEST = (u32)(127 + EXPONENT_) << 23;
     static constexpr u32 TO_FIXED = EXPONENT_ > 0 ? 1u << 23 - EXPONENT_ : (u32)(1 - EXPONENT_) << 23;
 };
-using Half = Element<10, -14, 0x7bff>;
 using E4M3 = Element<3, -6, 0x7e>;
 using E2M1 = Element<1, 0, 7>;
 using Integer = Element<7, 7, 127>;
 
 // Codes of |x|: to nearest, ties to the even code, for |x| that rounds to no more than the largest; up or
-// down by chance as the word's low bits say; upwards.
+// down by `chance`, of which the top is added; upwards.
 template <class E>
 DEVICE u32 nearest(float x) {
     // A number whose last bit is worth a code where |x| is, plus the codes below |x|'s power of two: an even
@@ -46,8 +45,8 @@ DEVICE u32 nearest(float x) {
     return bits(plus(fabsf(x), real(unit))) & E::MASK;
 }
 template <class E>
-DEVICE u32 stochastic(float x, u32 word) {
-    const u32 random = word & ((1u << E::DROP) - 1);
+DEVICE u32 stochastic(float x, u32 chance) {
+    const u32 random = chance >> 32 - E::DROP;
     const u32 code = (bits(multiply_down(fabsf(x), real(E::TO_FIXED))) + random) >> E::DROP;
     return code < E::LARGEST_CODE ? code : E::LARGEST_CODE;
 }
@@ -247,51 +246,25 @@ DEVICE float block_maxima(const float (&x)[2][32], float (&largest)[2][Tile<FORM
     return most;
 }
 
-// Brings values within what fp16 has, for `encode` by chance: what is beyond becomes the largest, infinities
-// and NaN the two numbers after that which have their bits.
-DEVICE void tame_halves(float (&x)[2][32]) {
-#pragma unroll
-    for (int first = 0; first < 32; first += 8) {
-        float most = 0.f;
-#pragma unroll
-        for (int i = 0; i < 16; i++) most = larger(most, fabsf(x[i / 8][first + i % 8]));
-        if (!votes(!(most <= 65504.f))) continue;
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            float& y = x[i / 8][first + i % 8];
-            const float a = fabsf(y);
-            const float held = a <= 65504.f ? a : a <= FINITE ? 65504.f : a == a ? 65536.f : 98304.f;
-            y = real(bits(held) | (bits(y) & 0x80000000u));
-        }
-    }
-}
-
-// Code of a value with its sign, `word` for STOCHASTICALLY.
+// Code of a value with its sign, `chance` for STOCHASTICALLY.
 template <int FORMAT, bool STOCHASTICALLY>
-DEVICE u32 code_of(float x, float q, u32 word) {
+DEVICE u32 code_of(float x, float q, u32 chance) {
     if (FORMAT == INT8) {
-        const u32 size = STOCHASTICALLY ? stochastic<Integer>(q, word) : nearest<Integer>(q);
+        const u32 size = STOCHASTICALLY ? stochastic<Integer>(q, chance) : nearest<Integer>(q);
         return (bits(x) >> 31 ? 0u - size : size) & 255u;
     }
     // all but the sign of the value's first bits from the size
     constexpr u32 SIZE = FORMAT == FP8 ? 127 : 7;
     const u32 top = bits(x) >> (FORMAT == FP8 ? 24 : 28);
     u32 size;
-    if (FORMAT == FP8) size = STOCHASTICALLY ? stochastic<E4M3>(q, word) : nearest<E4M3>(q);
-    else size = STOCHASTICALLY ? stochastic<E2M1>(q, word) : nearest<E2M1>(q);
+    if (FORMAT == FP8) size = STOCHASTICALLY ? stochastic<E4M3>(q, chance) : nearest<E4M3>(q);
+    else size = STOCHASTICALLY ? stochastic<E2M1>(q, chance) : nearest<E2M1>(q);
     return (size ^ top) & SIZE ^ top;
 }
 
-// Two fp16 values by their words, the first in the low half; they have been tamed.
-DEVICE u32 stochastic_pair(float x, float y, u32 word_x, u32 word_y) {
-    const u32 a = bits(multiply_down(fabsf(x), real(Half::TO_FIXED))) + (word_x & 8191u);
-    const u32 b = bits(multiply_down(fabsf(y), real(Half::TO_FIXED))) + (word_y & 8191u);
-    return high_halves((bits(x) & 0x80000000u) | a << 3, (bits(y) & 0x80000000u) | b << 3);
-}
-
 // The lane's values in the format, and its blocks' scales in `scales`, where rows 2g and 2g + 1 of 16 lie.
-// `words(r, e)` are the Random ones of elements e .. e + 3 of row r; `head` is NVFP4's scale. Values for fp16
-// by chance have been tamed. Without BEYOND none is finite and larger than LARGEST.
+// `words(r, e)` are the Random ones of elements e .. e + 7 of row r; `head` is NVFP4's scale. Without
+// BEYOND none is finite and larger than LARGEST.
 template <int FORMAT, bool STOCHASTICALLY, bool BEYOND, int RUN, class Words>
 DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
                    const float (&largest)[2][Tile<FORMAT, RUN>::BLOCKS], float head, unsigned char* scales,
@@ -331,18 +304,18 @@ DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
 #pragma unroll
         for (int i = 0; i < BITS; i++) tile.codes[r][i] = 0;
 #pragma unroll
-        for (int four = 0; four < 8; four++) {
+        for (int eight = 0; eight < 4; eight++) {
             Random random = {0, 0, 0, 0};
-            if (STOCHASTICALLY) random = words(r, 4 * four);
+            if (STOCHASTICALLY) random = words(r, 8 * eight);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int e = 4 * four + i;
+            for (int i = 0; i < 8; i++) {
+                const int e = 8 * eight + i;
                 const float y = x[r][e];
                 u32 code = 0;
                 if (FORMAT == FP32) {
                     code = bits(y);
                 } else if (FORMAT == FP16 && STOCHASTICALLY) {
-                    if (i % 2) code = stochastic_pair(x[r][e - 1], y, random.w[i - 1], random.w[i]);
+                    if (i % 2) code = stochastic_pair(x[r][e - 1], y, random.w[i / 2]);
                 } else if (FORMAT <= FP16) {
                     code = (u32)narrow(y, FORMAT) << e * BITS % 32;
                 } else {
@@ -352,7 +325,7 @@ DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
                     else if (FORMAT != NVFP4) q = multiply_flushed(size, divisors[e / T::SPAN].power);
                     else if (STOCHASTICALLY) q = quotient(size, divisors[e / T::SPAN]);
                     else q = near_quotient(size, divisors[e / T::SPAN]);
-                    code = code_of<FORMAT, STOCHASTICALLY>(y, q, random.w[i]) << e * BITS % 32;
+                    code = code_of<FORMAT, STOCHASTICALLY>(y, q, chance_of(random, i)) << e * BITS % 32;
                 }
                 tile.codes[r][e * BITS / 32] |= code;
             }

@@ -57,10 +57,12 @@ def nearest(x: torch.Tensor, element: Element) -> torch.Tensor:
 def stochastic(x: torch.Tensor, element: Element, words: torch.Tensor) -> torch.Tensor:
     """Codes of `|x|`, of two neighbours the upper with the chance of the distance from the lower.
 
-    The low `drop` bits of the random `words` are added, so the chance is exact to `2**-drop`, and a value
-    that the format has stays itself.
+    Of the random 16-bit `words` the upper `drop` bits are added. Where `drop` is more than 16 a one stands
+    for those that are missing, the middle of what they could be. So a value that the format has stays itself,
+    and for others the chance is off the distance by less than `2**-drop` of a code, which is what `m` lacks,
+    and where `drop` is more than 16 by up to `2**-17` besides.
     """
-    random = words & ((1 << element.drop) - 1)
+    random = (words << 16 | 1 << 15) >> 32 - element.drop
     return _code(_fixed_point(x, element)[0] + random, element)
 
 

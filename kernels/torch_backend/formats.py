@@ -22,7 +22,7 @@ All of them together:
   in the head's scale, so an nvfp4 head keeps its other blocks.
 - Signs stay, that of a zero too, but for int8, which has one zero.
 
-Random words are those of `rounding`, one for each element by its place in the slot's `[HV, V, K]`.
+Random bits are those of `rounding`, 16 for each element by its place in the slot's `[HV, V, K]`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NAN_E4M3, _NAN_E8M0 = 0x7F, 0xFF
 
 
 def encode(format: str, values: torch.Tensor, words: torch.Tensor | None = None) -> PackedState:
-    """fp32 states `[B, HV, V, K]` in a packed format, to nearest, or by random `words` of their shape.
+    """fp32 states `[B, HV, V, K]` in a packed format, to nearest, or by random 16-bit `words` of their shape.
 
     Raises:
         ValueError: the format's blocks do not divide K.

@@ -4,9 +4,11 @@ Each stored element gets random bits of its own, a function of the seed and of w
 gives the same bits on every backend and device, whatever else is in the batch and in whatever order.
 
 - The generator is Philox 4x32 of 10 rounds. Its key is the seed, an int64: the low 32 bits, then the high.
-- Its counter is `(element // 4, slot, layer, 0)` with `element = (head * V + v) * K + k`, the place in the
-  slot, and the slot that is written. Word `element % 4` of the output belongs to the element.
-- In fp16 `r` is the word's low 13 bits. With `m` the magnitude's fp32 bits, whose last 13 fp16 does not have,
+- Its counter is `(element // 8, slot, layer, 0)` with `element = (head * V + v) * K + k`, the place in the
+  slot, and the slot that is written.
+- An element's random bits are 16 of the output's 128. With `i = element % 8` they are the low half of word
+  `i // 2` where `i` is even, the high half where it is odd.
+- In fp16 `r` is the upper 13 of them. With `m` the magnitude's fp32 bits, whose last 13 fp16 does not have,
   `(m + r) >> 13` are fp16's bits after the exponents' biases are matched: `- (112 << 10)`.
 - Below fp16's normal range, `|x| < 2**-14`, values are multiples of `2**-24`: there `m` is
   `|x| * 2**37` without its fraction, and `(m + r) >> 13` are the bits as they are.
@@ -14,7 +16,7 @@ gives the same bits on every backend and device, whatever else is in the batch a
 
 A value between two neighbours becomes the upper with a probability of its distance from the lower, to
 2**-13 of their distance. A value that fp16 has stays itself. Packed formats round their elements in the same
-way with more of the word's low bits, see `elements` and `formats`.
+way with all 16 bits, see `elements` and `formats`.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def philox(
 
 
 def random_words(seed: torch.Tensor, slots: torch.Tensor, layer: int, elements: int) -> torch.Tensor:
-    """`[B, elements]` int64, the random word of every element of these slots' states.
+    """`[B, elements]` int64 in `0..2**16 - 1`, the random bits of every element of these slots' states.
 
     Args:
         seed: `[1]` int64.
@@ -58,14 +60,14 @@ def random_words(seed: torch.Tensor, slots: torch.Tensor, layer: int, elements: 
         layer: number of the layer.
         elements: values in a slot's state.
     """
-    groups = torch.arange((elements + 3) // 4, device=slots.device)
+    groups = torch.arange((elements + 7) // 8, device=slots.device)
     zero = torch.zeros_like(groups)
     words = philox(seed, groups, slots.long()[:, None], zero + layer, zero)
-    return words.flatten(1)[:, :elements]
+    return torch.stack((words & 0xFFFF, words >> 16), -1).flatten(1)[:, :elements]
 
 
 def round_to_half(x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """fp32 `x` as fp16, rounded by the random `words` of the same shape."""
+    """fp32 `x` as fp16, rounded by the random 16-bit `words` of the same shape."""
     bits = x.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     half = stochastic(x, HALF, words)

@@ -91,30 +91,33 @@ def store_rounded(pointer, value, mask):
 
 @triton.jit
 def random_words(rand_seed, slot, layer, row, K: tl.constexpr, BK: tl.constexpr):
-    """`[rows, BK]`, the random words of the state's rows `row` (`head * V + v`) in a slot.
+    """`[rows, BK]` int32, the random bits, 16 each, of the state's rows `row` (`head * V + v`) in a slot.
 
     As `replayssm.kernels.torch_backend.rounding` defines them.
     """
     seed = tl.load(rand_seed)
-    if K % 4 == 0:
-        group = row[:, None] * (K // 4) + tl.arange(0, BK // 4)[None, :]
+    if K % 8 == 0:
+        group = row[:, None] * (K // 8) + tl.arange(0, BK // 8)[None, :]
         zero = group * 0
         w0, w1, w2, w3 = tl.philox(seed, group, zero + slot.to(tl.int32), zero + layer, zero)
-        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (row.shape[0], BK))
+        pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+        halves = tl.join(pairs & 0xFFFF, pairs >> 16)
+        return tl.reshape(halves, (row.shape[0], BK)).to(tl.int32)
     else:
         element = row[:, None] * K + tl.arange(0, BK)[None, :]
         zero = element * 0
-        w0, w1, w2, w3 = tl.philox(seed, element // 4, zero + slot.to(tl.int32), zero + layer, zero)
-        even, odd = tl.where(element % 4 == 0, w0, w2), tl.where(element % 4 == 1, w1, w3)
-        return tl.where(element % 2 == 0, even, odd)
+        w0, w1, w2, w3 = tl.philox(seed, element // 8, zero + slot.to(tl.int32), zero + layer, zero)
+        place = element % 8
+        pair = tl.where(place < 4, tl.where(place < 2, w0, w1), tl.where(place < 6, w2, w3))
+        return tl.where(element % 2 == 0, pair & 0xFFFF, pair >> 16).to(tl.int32)
 
 
 @triton.jit
 def store_stochastic(pointer, value, mask, words):
-    """fp32 values as fp16, rounded by random words as the torch backend's `round_to_half` does."""
+    """fp32 values as fp16, rounded by random 16-bit words as the torch backend's `round_to_half` does."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    random = (words & 0x1FFF).to(tl.int32)
+    random = words >> 3
     small = magnitude < 0x38800000
     fraction = tl.where(small, tl.abs(value), 0.0) * 137438953472.0
     half = tl.where(small, (fraction.to(tl.int32) + random) >> 13, ((magnitude + random) >> 13) - (112 << 10))

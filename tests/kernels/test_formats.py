@@ -19,7 +19,16 @@ from replayssm.core.formats import (
     state_bytes,
     state_tensors,
 )
-from replayssm.kernels.torch_backend.elements import E2M1, E4M3, HALF, INT8, Element, nearest, value_of_e2m1
+from replayssm.kernels.torch_backend.elements import (
+    E2M1,
+    E4M3,
+    HALF,
+    INT8,
+    Element,
+    nearest,
+    stochastic,
+    value_of_e2m1,
+)
 from replayssm.kernels.torch_backend.formats import decode, encode
 from tests.support import ints, same_bits
 
@@ -35,7 +44,8 @@ GRIDS = {
     "nvfp4": [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)],
 }
 GRIDS["mxfp4"] = GRIDS["nvfp4"]
-RANDOM_BITS = {"fp8": 20, "int8": 16, "nvfp4": 22, "mxfp4": 22}
+DROPPED = {"fp8": 20, "int8": 16, "nvfp4": 22, "mxfp4": 22}
+"""Bits of a magnitude between two codes."""
 BLOCK = {"fp8": None, "int8": None, "nvfp4": 16, "mxfp4": 32}
 BYTES = torch.zeros(2, 3, 4, 16, dtype=torch.uint8)
 BOTH = pytest.mark.parametrize("random", [False, True], ids=["nearest", "stochastic"])
@@ -47,13 +57,14 @@ def fp32(value: Fraction) -> Fraction:
 
 
 def scalar_code(t: Fraction, grid: list[Fraction], word: int | None, bits: int) -> int:
-    """Code of a quotient's magnitude."""
+    """Code of a quotient's magnitude, by chance if there is a random 16-bit `word`."""
     if t >= grid[-1]:
         return len(grid) - 1
     upper = next(code for code, value in enumerate(grid) if value > t)
     share = (t - grid[upper - 1]) / (grid[upper] - grid[upper - 1])
     if word is not None:
-        return upper - 1 + (math.floor(share * 2**bits) + word % 2**bits >= 2**bits)
+        random = word if bits == 16 else (2 * word + 1) * 2 ** (bits - 17)
+        return upper - 1 + (math.floor(share * 2**bits) + random >= 2**bits)
     if share == Fraction(1, 2):
         return upper if upper % 2 == 0 else upper - 1
     return upper - (share < Fraction(1, 2))
@@ -98,7 +109,7 @@ def scalar_values(name: str, head: list[list[float]], words: list[list[int]] | N
             scale = min(v for v in E4M3_VALUES[1:] if v >= ratio) * head_scale
         for place, x in enumerate(numbers[number]):
             word = None if words is None else words[row][first + place]
-            code = scalar_code(abs(fp32(x / scale)), GRIDS[name], word, RANDOM_BITS[name])
+            code = scalar_code(abs(fp32(x / scale)), GRIDS[name], word, DROPPED[name])
             sign = math.copysign(1.0, block[place])
             value = float(fp32(GRIDS[name][code] * scale))
             result[row].append(value if name == "int8" and value == 0 else sign * value)
@@ -143,7 +154,7 @@ def cases() -> dict[str, torch.Tensor]:
 def test_against_exact_arithmetic(name: str, case: str, random: bool) -> None:
     """Every value of a state is stored as the definition says, its sign too."""
     values = cases()[case]
-    words = torch.randint(2**32, values.shape, generator=torch.Generator().manual_seed(1)) if random else None
+    words = torch.randint(2**16, values.shape, generator=torch.Generator().manual_seed(1)) if random else None
     got = decode(encode(name, values[None], None if words is None else words[None]))[0]
     for head in range(len(values)):
         given = None if words is None else words[head].tolist()
@@ -183,12 +194,35 @@ def test_e2m1_values() -> None:
 def test_the_mean_is_the_value(name: str) -> None:
     """Stochastically: over 4,096 draws within five standard errors, where to nearest it is not."""
     values = torch.randn(1, 1, 1, 32, generator=torch.Generator().manual_seed(2)).expand(4096, 1, 1, 32)
-    words = torch.randint(2**32, values.shape, generator=torch.Generator().manual_seed(3))
+    words = torch.randint(2**16, values.shape, generator=torch.Generator().manual_seed(3))
     drawn = decode(encode(name, values, words)).double()
     spread, exact = drawn.std(0), values[0].double()
     assert ((drawn.mean(0) - exact).abs() <= 5 * spread / 64 + 1e-6).all()
     nearest_error = (decode(encode(name, values[:1]))[0].double() - exact).abs()
     assert (nearest_error > 5 * spread / 64).sum() > 16
+
+
+@pytest.mark.parametrize(("element", "name"), [(E4M3, "fp8"), (E2M1, "nvfp4"), (INT8, "int8")])
+def test_the_chance_is_the_distance(element: Element, name: str) -> None:
+    """Over all random numbers, the mean code is a value's place between two codes, to 2^-17 of a code.
+
+    Where a number has all the bits of that place it is exactly that. A code's own value stays.
+    """
+    grid, words = GRIDS[name], torch.arange(2**16)
+    generator = torch.Generator().manual_seed(4)
+    for code in (0, 1, len(grid) // 2, len(grid) - 2):
+        lower, gap = grid[code], grid[code + 1] - grid[code]
+        shares = [0, 1, 2**15, 2**16 - 1, *torch.randint(2**16, (4,), generator=generator).tolist()]
+        shares = [Fraction(share, 2**16) + offset for share in shares for offset in (0, Fraction(1, 2**17))]
+        for share in shares:
+            x = fp32(lower + share * gap)
+            ups = stochastic(torch.tensor(float(x)).expand(2**16), element, words) - code
+            assert set(ups.tolist()) <= {0, 1}
+            place = (x - lower) / gap
+            place = Fraction(math.floor(place * 2**element.drop), 2**element.drop)
+            off = abs(Fraction(int(ups.sum()), 2**16) - place)
+            assert off <= (Fraction(1, 2**17) if element.drop > 16 else 0), (code, share)
+            assert place != 0 or off == 0
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -13,8 +13,9 @@ import torch
 
 from replayssm import kernels
 from replayssm.core import Precision, Rounding, Rule
-from replayssm.kernels import BackendUnavailable, LayerTable, StepIndex, registry
+from replayssm.kernels import BackendUnavailable, LayerTable, StepIndex, cuda_backend, registry
 from replayssm.kernels.cuda_backend.build import StepConfig
+from replayssm.kernels.cuda_backend.cut import Cut
 from replayssm.kernels.torch_backend.rounding import philox, random_words, round_to_half
 from tests import oracle, support
 from tests.kernels import emulated
@@ -39,15 +40,15 @@ CUDA = pytest.param(
 
 
 STEPS = [
-    pytest.param(*backend.values, V, K, marks=backend.marks, id=f"{backend.values[0]}-K {K}")
+    pytest.param(*backend.values, V, K, share, marks=backend.marks, id=f"{backend.values[0]}-{name}")
     for backend, shapes in (
-        (pytest.param("torch"), [(5, 8), (3, 6)]),
-        (TRITON, [(5, 8), (3, 6)]),
-        (CUDA, [(24, 128)]),
+        (pytest.param("torch"), {"K 24": (5, 24, None), "K 6": (3, 6, None)}),
+        (TRITON, {"K 24": (5, 24, None), "K 6": (3, 6, None)}),
+        (CUDA, {"step": (24, 128, Cut(2)), "small": (24, 128, Cut(1, 4))}),
     )
-    for V, K in shapes
+    for name, (V, K, share) in shapes.items()
 ]
-"""Backends with value and key dimensions that they serve."""
+"""Backends with value and key dimensions that they serve; the CUDA backend's two kernels."""
 
 
 def seed_of(value: int) -> torch.Tensor:
@@ -65,14 +66,20 @@ def scalar_philox(seed: int, counter: tuple[int, int, int, int]) -> list[int]:
     return c
 
 
+def scalar_word(seed: int, element: int, slot: int, layer: int) -> int:
+    """The 16 random bits of a state's element."""
+    words = scalar_philox(seed, (element // 8, slot, layer, 0))
+    return words[element % 8 // 2] >> 16 * (element % 2) & 0xFFFF
+
+
 def scalar_round(value: float, word: int) -> float:
-    """fp32 `value` in fp16, by exact arithmetic: the lower neighbour, or the upper by the word's 13 bits."""
+    """fp32 `value` in fp16, by exact arithmetic: the lower neighbour, or the upper by 13 of its bits."""
     if not math.isfinite(value):
         return value
     size = abs(value)
     step = 2.0 ** max(math.floor(math.log2(size)) - 10, -24) if size else 2.0**-24
     units, rest = divmod(size / step, 1.0)
-    units += math.floor(rest * 8192) + (word & 8191) >= 8192
+    units += math.floor(rest * 8192) + (word >> 3) >= 8192
     return math.copysign(min(units * step, 65504.0), value)
 
 
@@ -96,16 +103,15 @@ def test_known_answers(seed: int, counter: tuple[int, int, int, int], words: tup
 
 @pytest.mark.parametrize("seed", [0, 7, -3, 2**62 + 12345])
 def test_words_of_a_slot(seed: int) -> None:
-    """Word `e % 4` of counter `(e // 4, slot, layer, 0)`, also where the elements are no multiple of four."""
-    words = random_words(seed_of(seed), ints([3, 0, 2**20]), 5, 10)
+    """Each element's part of counter `(e // 8, slot, layer, 0)`, also of a last group that is not full."""
+    words = random_words(seed_of(seed), ints([3, 0, 2**20]), 5, 21)
     for row, slot in enumerate((3, 0, 2**20)):
-        for e in range(10):
-            want = scalar_philox(seed & (1 << 64) - 1, (e // 4, slot, 5, 0))[e % 4]
-            assert words[row, e].item() == want
+        want = [scalar_word(seed & (1 << 64) - 1, e, slot, 5) for e in range(21)]
+        assert words[row].tolist() == want
 
 
 def rounded(backend: str, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """fp32 `x` in fp16 by the random `words`, as a backend does it."""
+    """fp32 `x` in fp16 by the random 16-bit `words`, as a backend does it."""
     if backend == "torch":
         return round_to_half(x, words)
     config = StepConfig(Rule.MAMBA2, 16, 1, torch.float16, 1, 2, 1, True)
@@ -132,26 +138,29 @@ def values() -> torch.Tensor:
     gap = torch.where(f16 < 2.0**-14, 2.0**-24, 2.0 ** (f16.clamp(min=2.0**-14).log2().floor() - 10))
     parts = torch.tensor([0.0, 1 / 8192, 0.25, 0.5, 0.7, 8191 / 8192, 1.0])
     some = (f16[:, None] + gap[:, None] * parts).flatten()
-    extremes = torch.tensor([1e-30, 1e-45, 2.0**-38, 65519.0, 65520.0, 70000.0, 1e38, math.inf])
+    largest = torch.finfo(torch.float32).max
+    extremes = torch.tensor(
+        [1e-30, 1e-45, 2.0**-38, 65519.0, 65520.0, 65535.99, 70000.0, 1e38, largest, math.inf]
+    )
     random = torch.randn(400, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 4, 400)
     both = torch.cat([some, extremes, random])
     return torch.cat([both, -both, torch.tensor([-0.0, math.nan])])
 
 
-@pytest.mark.parametrize("bits", [0, 1, 4095, 4096, 8190, 8191, None])
+@pytest.mark.parametrize("bits", [0, 1, 4095, 4096, 8190, 8191, None], ids=str)
 @pytest.mark.parametrize("backend", ["torch", CUDA])
 def test_against_exact_arithmetic(backend: str, bits: int | None) -> None:
     """Every value, with the least, the greatest and other random bits, is the neighbour it should be."""
     x = values()
-    words = torch.randint(2**32, x.shape, generator=torch.Generator().manual_seed(1))
+    words = torch.randint(2**16, x.shape, generator=torch.Generator().manual_seed(1))
     if bits is not None:
-        words = words & ~8191 | bits
+        words = words & 7 | bits << 3
     half = rounded(backend, x, words)
     assert half.dtype is torch.float16
     for value, word, got in zip(x.tolist(), words.tolist(), half.tolist(), strict=True):
         want = scalar_round(value, word)
         assert struct.pack("<d", got) == struct.pack("<d", want) or (math.isnan(got) and math.isnan(want)), (
-            value, word & 8191, got, want
+            value, word >> 3, got, want
         )  # fmt: skip
 
 
@@ -159,17 +168,18 @@ def test_against_exact_arithmetic(backend: str, bits: int | None) -> None:
 def test_what_fp16_has_stays(backend: str) -> None:
     """Every finite fp16 value, infinity and NaN keep their place, whatever the random bits."""
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
-    for bits in (0, 8191):
+    for bits in (0, 2**16 - 1):
         half = rounded(backend, every.float(), torch.full(every.shape, bits))
         assert same_bits(half[~every.isnan()], every[~every.isnan()])
         assert half[every.isnan()].isnan().all()
 
 
 def test_the_mean_is_the_value() -> None:
-    """Over 4,096 seeds the mean is within five standard errors, in the normal range and below it."""
-    x = torch.tensor([1.0 + 1 / 4096, 1.0 + 0.9 / 1024, -100.017, 3.3 * 2.0**-24, 0.1 * 2.0**-24, -1e-5, 0.3])
-    counter = torch.arange(len(x)), *(torch.zeros(1, dtype=torch.long),) * 3
-    words = philox(torch.arange(4096)[:, None], *counter)[..., 0]
+    """Over 4,096 slots the mean is within five standard errors, in the normal range and below it."""
+    x = torch.tensor(
+        [1.0 + 1 / 4096, 1.0 + 0.9 / 1024, -100.017, 3.3 * 2.0**-24, 0.1 * 2.0**-24, -1e-5, 0.3, -7e-5]
+    )
+    words = random_words(seed_of(0), torch.arange(4096), 0, len(x))
     halves = round_to_half(x.expand(4096, -1).contiguous(), words).double()
     spread = halves.std(0)
     assert (spread > 0).all()
@@ -223,7 +233,7 @@ def stored(state: torch.Tensor, slot: int, layer: int) -> torch.Tensor:
     """An fp64 state as it is to be stored, by scalar arithmetic."""
     assert torch.equal(state.float().double(), state), "the fold is not exact in fp32"
     halves = [
-        scalar_round(value, scalar_philox(SEED, (e // 4, slot, layer, 0))[e % 4])
+        scalar_round(value, scalar_word(SEED, e, slot, layer))
         for e, value in enumerate(state.flatten().tolist())
     ]
     result = torch.tensor(halves, dtype=torch.float16).view(state.shape)
@@ -257,10 +267,19 @@ def served(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("tokens", [1, 2], ids=["decode", "verify"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("backend", "V", "K"), STEPS)
+@pytest.mark.parametrize(("backend", "V", "K", "share"), STEPS)
 @pytest.mark.usefixtures("served")
-def test_a_flush_in_a_step(backend: str, rule: str, tokens: int, V: int, K: int) -> None:
+def test_a_flush_in_a_step(
+    backend: str,
+    rule: str,
+    tokens: int,
+    V: int,
+    K: int,
+    share: Cut | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A step's fold stores the reference's bits, in the rows that flush and nowhere else."""
+    monkeypatch.setattr(cuda_backend, "cut", lambda *_: share)
     case = exact(rule, K, V, act=torch.bfloat16 if backend == "cuda" else torch.float32)
     layer, records = case[0], 3 // tokens * tokens
     want = layer.state.clone()
@@ -274,7 +293,7 @@ def test_a_flush_in_a_step(backend: str, rule: str, tokens: int, V: int, K: int)
     assert same_bits(layer.state, want)
 
 
-@pytest.mark.parametrize(("V", "K"), [(5, 8), (3, 6)], ids=["K 8", "K 6"])
+@pytest.mark.parametrize(("V", "K"), [(5, 24), (3, 6)], ids=["K 24", "K 6"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("backend", ["torch", TRITON])
 def test_materialize(backend: str, rule: str, V: int, K: int) -> None:
