@@ -312,7 +312,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         return;
     }
 
-    // the first units are on their way before anything else
+    // A lane has a cursor: what all lanes load alike the compiler waits for at once. The first units are on
+    // their way before that.
+    const int cursor = lane < 2 ? (int)issue4((lane ? p.hist_len : p.ring_start) + ring) : 0;
     char* const part_state = (char*)p.state + (slot * p.s_state + ((i64)head * V + v_part) * K) * STATE_BYTES;
     const char* const unit_from = part_state + fetch_from(lane);
     const int unit_to = pinned(fetch_to(lane), lane);
@@ -320,10 +322,10 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         fetch_unit(shared_memory + stage * STAGE_BYTES, unit_to, unit_from + unit * UNIT_BYTES,
                    V - v_part - 16 * unit, lane);
     };
-    issue_unit(0, 0);
-    if (STAGES > 1 && !KDA) issue_unit(1, 1);
-    warp_sync();  // or the assembler puts the copies off, until the cursors are there
-    const int cursor = lane < 2 ? (int)issue4((lane ? p.hist_len : p.ring_start) + ring) : 0;
+    if (p.B > 0) {  // always; a block of its own, or the assembler waits first
+        issue_unit(0, 0);
+        if (STAGES > 1 && !KDA) issue_unit(1, 1);
+    }
     const int start = shuffle(cursor, 0), hist = shuffle(cursor, 1);
     const bool flush = hist + count > p.L, is_record = lane < hist, is_token = lane < count;
     const bool single = RING_IN_STAGE && flush;
