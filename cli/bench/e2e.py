@@ -21,18 +21,21 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from replayssm.adapters.trtllm.settings import ENV_CONFIG
-from replayssm.cli.bench import table
+from replayssm.cli.bench import precisions, table
 from replayssm.cli.bench.kernels import numbers, words
 from replayssm.cli.bench.run import bare, heading, write_whole
 from replayssm.cli.bench.sglang_engine import MARK
 from replayssm.cli.errors import CommandError
+from replayssm.core.config import ENV_PREFIX
 
 PROGRAM = "replayssm bench e2e"
+ON = "on"
 WAYS = {
     "off": "the engine without replay",
     "stock": "the engine's own replay decoding",
-    "on": "the engine with this package's adapter",
+    ON: "the engine with this package's adapter",
 }
+"""By name; the adapter with states in another precision is `on` and that precision, as `on nvfp4/fp16+sr`."""
 BATCHES = (1, 8, 32, 128, 256, 512)
 FLAGS = ("--enable-linear-replayssm", "--enable-linear-replayssm-spec")
 REPLAY = "--replay"
@@ -82,6 +85,8 @@ def launch_sglang(model: str, way: str, arguments: Sequence[str]) -> Launch:
     speculates = any(argument.startswith("--speculative-algo") for argument in arguments)
     flags = [] if way == "off" else [FLAGS[speculates]]
     environment = {"REPLAYSSM_SGLANG": "off" if way == "stock" else "on"}
+    if way.startswith(f"{ON} "):
+        environment[f"{ENV_PREFIX}PRECISION"] = way.removeprefix(f"{ON} ")
     return Launch(["--model-path", model, *arguments, *flags], environment)
 
 
@@ -153,6 +158,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--ways", type=words, help=f"of {ways}; by default all for sglang, off and on for trtllm"
     )
+    options.add_argument(
+        "--precision", type=words, default=(), metavar="PRECISIONS",
+        help="formats of states, such as nvfp4/fp16+sr: a further way for each, of sglang",
+    )  # fmt: skip
     options.add_argument("--batch", type=numbers, default=BATCHES, help=f"requests; by default {BATCHES}")
     options.add_argument("--input", type=int, default=128, metavar="TOKENS", help="of a prompt")
     options.add_argument(
@@ -193,6 +202,9 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: St
     for way in given.ways:
         if way not in WAYS:
             raise CommandError(f"--ways: unknown way {way!r}, expected some of {', '.join(WAYS)}")
+    if given.precision and given.engine != "sglang":
+        raise CommandError(f"--precision: of sglang alone, {given.engine} takes it from its adapter.yaml")
+    given.ways = (*given.ways, *(f"{ON} {precision}" for precision in precisions.parse(given.precision)))
     if min(given.batch, default=0) < 1 or given.output < 2 or given.replays < 1 or given.input < 1:
         raise CommandError("expected batches, prompts and replays of at least 1, and outputs of at least 2")
     for argument in engine:
@@ -336,9 +348,11 @@ class Process:
 
 def lines(rows: Sequence[Message]) -> list[list[str]]:
     """The table: milliseconds of a step by model, batch and way, and how many times shorter with replay."""
-    ways = [way for way in WAYS if any(row["mode"] == way for row in rows)]
-    head = ["model", "T", "batch", *(f"{way}, ms" for way in ways)]
-    head += [f"{way} / on" for way in ways if way != "on" and "on" in ways]
+    ways = [*WAYS, *dict.fromkeys(row["mode"] for row in rows if row["mode"] not in WAYS)]
+    ways = [way for way in ways if any(row["mode"] == way for row in rows)]
+    replays = [way for way in ways if way.split(" ")[0] == ON]
+    pairs = [(way, on) for on in replays for way in ways if way not in replays]
+    head = ["model", "T", "batch", *(f"{way}, ms" for way in ways), *(f"{way} / {on}" for way, on in pairs)]
     found: dict[tuple[str, int, int], dict[str, float]] = {}
     for row in rows:
         if "step_ms" in row:
@@ -346,10 +360,8 @@ def lines(rows: Sequence[Message]) -> list[list[str]]:
     made = [head]
     for (model, tokens, batch), times in found.items():
         line = [model, str(tokens), str(batch), *(f"{times[w]:.2f}" if w in times else "-" for w in ways)]
-        for way in ways:
-            if way != "on" and "on" in ways:
-                both = way in times and "on" in times
-                line.append(f"{times[way] / times['on']:.2f}" if both else "-")
+        for way, on in pairs:
+            line.append(f"{times[way] / times[on]:.2f}" if way in times and on in times else "-")
         made.append(line)
     return made
 

@@ -93,6 +93,20 @@ def test_speculation_has_its_own_flag() -> None:
     assert engines.started[0][0][-1] == "--enable-linear-replayssm-spec"
 
 
+def test_precisions_are_further_ways() -> None:
+    said, engines = run("--ways", "off,on", "--precision", "nvfp4/fp16+sr", "--batch", "8")
+    precisions = [environment.get("REPLAYSSM_PRECISION") for _, environment in engines.started]
+    assert precisions == [None, None, "nvfp4/fp16+sr"]
+    assert engines.started[2][0][-1] == "--enable-linear-replayssm"
+    head, line = said[-1].splitlines()
+    assert "off / on nvfp4/fp16+sr" in head
+    assert line.split() == ["qwen", "1", "8", "100.00", "80.00", "80.00", "1.25", "1.25"]
+    with pytest.raises(CommandError, match="of sglang alone"):
+        run("--engine", "trtllm", "--precision", "nvfp4/fp16+sr")
+    with pytest.raises(CommandError, match="--precision"):
+        run("--precision", "nvfp3")
+
+
 def test_engines_side_by_side_are_timed_in_turn() -> None:
     said, engines = run("--together", "--batch", "4,128", "--prefix", "1000", "--model", "models/nemo")
     assert engines.most == 6
