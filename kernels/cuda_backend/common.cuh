@@ -301,14 +301,25 @@ DEVICE Random philox(i64 seed, u32 c0, u32 c1, u32 c2) {
     return {c0, c1, c2, c3};
 }
 
-// To fp16, up or down by `chance`; the scheme is that of the torch backend's rounding.
-DEVICE u16 stochastic_half(float x, u32 chance) {
-    const u32 sign = bits(x) >> 16 & 0x8000u, m = bits(x) & 0x7fffffffu, r = chance >> 19;
-    u32 h = m < 0x38800000u ? ((u32)(real(m) * 137438953472.f) + r) >> 13 : ((m + r) >> 13) - (112u << 10);
-    if (h > 0x7bffu) h = 0x7bffu;
-    if (m == 0x7f800000u) h = 0x7c00u;
-    if (m > 0x7f800000u) h = 0x7e00u;
-    return (u16)(sign | h);
+// To fp16, two to a word, up or down by chance as the halves of `words` say; the scheme is that of the torch
+// backend's rounding. By 2^-112 fp32's smallest normal number is fp16's, and the 13 bits that fp16 does not
+// have are the last ones in either range; so the random ones are added to the bits, and the number cut off.
+template <int PAIRS>
+DEVICE void halves_by_chance(u32 (&y)[PAIRS], const float (&x)[2 * PAIRS], const u32* words) {
+    constexpr u32 DOWN = 15u << 23, UP = 239u << 23;  // 2^-112, 2^112
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        float sizes[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float size = multiply_down(fabsf(x[2 * i + e]), real(DOWN));
+            const u32 chance = e ? words[i] : permute(words[i], 0, 0x1044);  // shifts would be three
+            // `size` is too small to count here, but of a NaN, whose bits have changed, it makes one again.
+            sizes[e] = fma_down(real(bits(size) + (chance >> 19)), real(UP), size);
+        }
+        // Cut off at once, infinities stay, whose sizes are NaN now; nothing else is larger than its size.
+        y[i] = signed_larger(pack_half_down(sizes[0], sizes[1]), pack_half_down(x[2 * i], x[2 * i + 1]));
+    }
 }
 
 // Two elements of a state in 16 bits.

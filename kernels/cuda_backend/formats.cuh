@@ -342,13 +342,6 @@ DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
 
 // ---- fp16 values, two to a word: those of a lane's two rows ----
 
-template <int PAIRS>
-DEVICE void halves_by_chance(u32 (&y)[PAIRS], const float (&x)[2 * PAIRS], const u32* words) {
-    for (int i = 0; i < 2 * PAIRS; i += 2)
-        y[i / 2] = stochastic_half(x[i], words[i / 2] << 16) | (u32)stochastic_half(x[i + 1], words[i / 2])
-                                                                   << 16;
-}
-
 // Largest magnitudes of a format's blocks, as the lanes that share them have them, two blocks to a word; NaN
 // where there is one.
 template <int FORMAT, int RUN>

@@ -105,6 +105,23 @@ DEVICE void open_e4m3(u32 x, u32& first, u32& second) {
     first = open(__byte_perm(x, 0, 0x1404)), second = open(__byte_perm(x, 0, 0x3424));
 #endif
 }
+// As `pack_half`, towards zero: what is finite stays finite.
+DEVICE u32 pack_half_down(float first, float second) {
+    u32 x;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+    return x;
+}
+// Of sizes `x` and numbers `y` the larger sizes with the signs of `y`; NaN only where both are.
+DEVICE u32 signed_larger(u32 x, u32 y) {
+    u32 z;
+#if __CUDA_ARCH__ >= 860
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+#else
+    asm("max.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y & 0x7fff7fffu));
+    z |= y & 0x80008000u;
+#endif
+    return z;
+}
 
 // The e4m3 codes nearest to four fp16 values, ties to the even one, which are no larger than 448.
 DEVICE u32 close_e4m3(u32 first, u32 second) {
@@ -127,10 +144,11 @@ DEVICE u32 close_e4m3(u32 first, u32 second) {
     return x;
 }
 
-// Sums and products as they stand, each rounded once: to nearest and never fused, down or up (for positive
-// numbers), with numbers below the normal range taken as zeros.
+// Sums and products as they stand, each rounded once: to nearest and never fused, towards zero, up (for
+// positive numbers), with numbers below the normal range taken as zeros.
 DEVICE float plus(float x, float y) { return __fadd_rn(x, y); }
 DEVICE float multiply_down(float x, float y) { return __fmul_rz(x, y); }
+DEVICE float fma_down(float x, float y, float z) { return __fmaf_rz(x, y, z); }
 DEVICE float multiply_up(float x, float y) { return __fmul_ru(x, y); }
 DEVICE float multiply_flushed(float x, float y) {
     float z;

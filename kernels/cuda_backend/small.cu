@@ -102,24 +102,35 @@ DEVICE void widen(const Stored& s, float (&f)[4]) {
         f[2] = first_stored(s.x.y), f[3] = second_stored(s.x.y);
     }
 }
-// Element `index` of the slot is the first.
-DEVICE void store_state(char* at, const float (&x)[4], i64 seed, u32 index, u32 slot, u32 layer) {
+// By the words' chance if STOCHASTIC.
+DEVICE void store_state(char* at, const float (&x)[4], const u32 (&words)[2]) {
     if (STATE == 0) {
         *(float4*)at = make_float4(x[0], x[1], x[2], x[3]);
         return;
     }
-    u16 y[4];
+    u32 y[2];
 #if STOCHASTIC
-    const Random random = philox(seed, index / 8, slot, layer);
-    const bool later = index / 4 % 2;  // of two lanes with one group
-    const Random own = {later ? random.w[2] : random.w[0], later ? random.w[3] : random.w[1]};
-#pragma unroll
-    for (int i = 0; i < 4; i++) y[i] = stochastic_half(x[i], chance_of(own, i));
+    halves_by_chance(y, x, words);
 #else
 #pragma unroll
-    for (int i = 0; i < 4; i++) y[i] = narrow(x[i], STATE);
+    for (int i = 0; i < 2; i++) y[i] = narrow(x[2 * i], STATE) | (u32)narrow(x[2 * i + 1], STATE) << 16;
 #endif
-    *(uint2*)at = make_uint2(y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16);
+    *(uint2*)at = make_uint2(y[0], y[1]);
+}
+// Random words of a lane's four elements of four rows, of which the first is row `row` of the slot. Eight
+// elements are two lanes', so each lane draws for two of the rows.
+DEVICE void draw(u32 (&words)[4][2], i64 seed, int row, u32 slot, u32 layer, int lane) {
+    const bool odd = lane & 1;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const Random random = philox(seed, (u32)(row + 2 * odd + r) * (K / 8) + lane / 2, slot, layer);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 own = odd ? random.w[2 + i] : random.w[i];
+            const u32 other = (u32)shuffle((int)(odd ? random.w[i] : random.w[2 + i]), lane ^ 1);
+            words[r][i] = odd ? other : own, words[2 + r][i] = odd ? own : other;
+        }
+    }
 }
 
 // Of KDA: a column of the key, the query or the checkpoint's decay; a record's key, decayed.
@@ -471,8 +482,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
 
 #if STOCHASTIC
     const i64 seed = *p.rand_seed;
-#else
-    const i64 seed = 0;
 #endif
 #if TOKENS > 1
     float* const y_rows = (float*)(shared_memory + AT_Y) + warp * MINE * Y_STRIDE;
@@ -566,12 +575,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
                     for (int e = 0; e < 4; e++) folded[r][e] = fmaf(w, key[e], folded[r][e]);
                 }
             }
+            u32 words[4][2] = {};
+#if STOCHASTIC
+            draw(words, seed, head * V + v_warp + 4 * q, (u32)slot, (u32)p.layer, lane);
+#endif
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 const int row = v_warp + 4 * q + r;
                 if (V % ROWS == 0 || row < V)
-                    store_state(head_state + ((i64)row * K + 4 * lane) * STATE_BYTES, folded[r], seed,
-                                (u32)((head * V + row) * K + 4 * lane), (u32)slot, (u32)p.layer);
+                    store_state(head_state + ((i64)row * K + 4 * lane) * STATE_BYTES, folded[r], words[r]);
             }
         }
     }

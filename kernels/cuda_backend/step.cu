@@ -161,17 +161,15 @@ DEVICE void store_row(char* to, int c, int block, const float (&x)[8], i64 seed,
         *(float4*)(to + 128 * block + 16 * four_of(2 * c + 1)) = make_float4(x[4], x[5], x[6], x[7]);
         return;
     }
-    u16 y[8];
+    u32 y[4];
 #if STOCHASTIC
     const Random random = philox(seed, first / 8 + 4 * block + c, slot, layer);
-#pragma unroll
-    for (int i = 0; i < 8; i++) y[i] = stochastic_half(x[i], chance_of(random, i));
+    halves_by_chance(y, x, random.w);
 #else
 #pragma unroll
-    for (int i = 0; i < 8; i++) y[i] = narrow(x[i], STATE);
+    for (int i = 0; i < 4; i++) y[i] = narrow(x[2 * i], STATE) | (u32)narrow(x[2 * i + 1], STATE) << 16;
 #endif
-    *(uint4*)(to + 64 * block + 16 * c) = make_uint4(y[0] | (u32)y[1] << 16, y[2] | (u32)y[3] << 16,
-                                                     y[4] | (u32)y[5] << 16, y[6] | (u32)y[7] << 16);
+    *(uint4*)(to + 64 * block + 16 * c) = make_uint4(y[0], y[1], y[2], y[3]);
 }
 
 // Where 16 bytes of a unit's values of a row lie, of records or tokens; so that lanes read rows 2c, or 2c +

@@ -13,8 +13,9 @@ import torch
 
 from replayssm import kernels
 from replayssm.core import Precision, Rounding, Rule
-from replayssm.kernels import BackendUnavailable, LayerTable, StepIndex, registry
+from replayssm.kernels import BackendUnavailable, LayerTable, StepIndex, cuda_backend, registry
 from replayssm.kernels.cuda_backend.build import StepConfig
+from replayssm.kernels.cuda_backend.cut import Cut
 from replayssm.kernels.torch_backend.rounding import philox, random_words, round_to_half
 from tests import oracle, support
 from tests.kernels import emulated
@@ -39,15 +40,15 @@ CUDA = pytest.param(
 
 
 STEPS = [
-    pytest.param(*backend.values, V, K, marks=backend.marks, id=f"{backend.values[0]}-K {K}")
+    pytest.param(*backend.values, V, K, share, marks=backend.marks, id=f"{backend.values[0]}-{name}")
     for backend, shapes in (
-        (pytest.param("torch"), [(5, 8), (3, 6)]),
-        (TRITON, [(5, 8), (3, 6)]),
-        (CUDA, [(24, 128)]),
+        (pytest.param("torch"), {"K 8": (5, 8, None), "K 6": (3, 6, None)}),
+        (TRITON, {"K 8": (5, 8, None), "K 6": (3, 6, None)}),
+        (CUDA, {"step": (24, 128, Cut(2)), "small": (24, 128, Cut(1, 4))}),
     )
-    for V, K in shapes
+    for name, (V, K, share) in shapes.items()
 ]
-"""Backends with value and key dimensions that they serve."""
+"""Backends with value and key dimensions that they serve; the CUDA backend's two kernels."""
 
 
 def seed_of(value: int) -> torch.Tensor:
@@ -72,7 +73,7 @@ def scalar_word(seed: int, element: int, slot: int, layer: int) -> int:
 
 
 def scalar_round(value: float, word: int) -> float:
-    """fp32 `value` in fp16, by exact arithmetic: the lower neighbour, or the upper by 13 of the word's bits."""
+    """fp32 `value` in fp16, by exact arithmetic: the lower neighbour, or the upper by 13 of its bits."""
     if not math.isfinite(value):
         return value
     size = abs(value)
@@ -137,7 +138,10 @@ def values() -> torch.Tensor:
     gap = torch.where(f16 < 2.0**-14, 2.0**-24, 2.0 ** (f16.clamp(min=2.0**-14).log2().floor() - 10))
     parts = torch.tensor([0.0, 1 / 8192, 0.25, 0.5, 0.7, 8191 / 8192, 1.0])
     some = (f16[:, None] + gap[:, None] * parts).flatten()
-    extremes = torch.tensor([1e-30, 1e-45, 2.0**-38, 65519.0, 65520.0, 70000.0, 1e38, math.inf])
+    largest = torch.finfo(torch.float32).max
+    extremes = torch.tensor(
+        [1e-30, 1e-45, 2.0**-38, 65519.0, 65520.0, 65535.99, 70000.0, 1e38, largest, math.inf]
+    )
     random = torch.randn(400, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 4, 400)
     both = torch.cat([some, extremes, random])
     return torch.cat([both, -both, torch.tensor([-0.0, math.nan])])
@@ -263,10 +267,19 @@ def served(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("tokens", [1, 2], ids=["decode", "verify"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("backend", "V", "K"), STEPS)
+@pytest.mark.parametrize(("backend", "V", "K", "share"), STEPS)
 @pytest.mark.usefixtures("served")
-def test_a_flush_in_a_step(backend: str, rule: str, tokens: int, V: int, K: int) -> None:
+def test_a_flush_in_a_step(
+    backend: str,
+    rule: str,
+    tokens: int,
+    V: int,
+    K: int,
+    share: Cut | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A step's fold stores the reference's bits, in the rows that flush and nowhere else."""
+    monkeypatch.setattr(cuda_backend, "cut", lambda *_: share)
     case = exact(rule, K, V, act=torch.bfloat16 if backend == "cuda" else torch.float32)
     layer, records = case[0], 3 // tokens * tokens
     want = layer.state.clone()

@@ -5,6 +5,7 @@
 // copies land only when it waits for them, so a missing wait or barrier shows. A vector off its boundary ends
 // the process.
 
+#include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -126,6 +127,24 @@ DEVICE u32 pack_half_held(float first, float second) {
     auto held = [](float x) { return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x; };
     return pack_half(held(first), held(second));
 }
+DEVICE u32 pack_half_down(float first, float second) {
+    u32 word = 0;
+    for (float x : {second, first}) {
+        const u16 y = float_to_half(x);
+        word = word << 16 | (u32)(y - (fabsf(half_to_float(y)) > fabsf(x)));
+    }
+    return word;
+}
+DEVICE u32 signed_larger(u32 x, u32 y) {
+    u32 z = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const u32 size = x >> i & 0xffff, other = y >> i & 0x7fff, sign = y >> i & 0x8000;
+        if (size > 0x8000) abort();  // not a size
+        const u32 most = size > 0x7c00 ? other : other > 0x7c00 ? size : size > other ? size : other;
+        z |= (sign | most) << i;
+    }
+    return z;
+}
 DEVICE u32 fma_half(u32 a, u32 b, u32 c) {
     u32 d = 0;
     for (int i = 0; i < 32; i += 16) {  // a product of fp16 values and its sum with one are exact in fp64
@@ -173,13 +192,24 @@ DEVICE u32 close_e4m3(u32 first, u32 second) {
     return codes;
 }
 DEVICE float plus(float x, float y) { return x + y; }
-// A positive product, which a double holds, as the fp32 number next to it on one side.
-DEVICE float beside(double exact, bool above) {
-    const float y = (float)exact;
-    return above ? real(bits(y) + (y < exact)) : real(bits(y) - (y > exact));
+// A product, which a double holds, as the fp32 number next to it on one side; NaN has the GPU's bits.
+DEVICE float multiply_down(float x, float y) {
+    const double exact = (double)x * y;
+    const float z = (float)exact;
+    return exact != exact ? real(0x7fffffffu) : real(bits(z) - (fabs(z) > fabs(exact)));
 }
-DEVICE float multiply_down(float x, float y) { return beside((double)x * y, false); }
-DEVICE float multiply_up(float x, float y) { return beside((double)x * y, true); }
+DEVICE float multiply_up(float x, float y) {
+    const double exact = (double)x * y;
+    const float z = (float)exact;
+    return real(bits(z) + (z < exact));
+}
+DEVICE float fma_down(float x, float y, float z) {
+    volatile float a = x, b = y, c = z;
+    fesetround(FE_TOWARDZERO);
+    volatile const float d = fmaf(a, b, c);
+    fesetround(FE_TONEAREST);
+    return d;
+}
 DEVICE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? 0.f * x : x; }
 DEVICE float multiply_flushed(float x, float y) { return flushed(flushed(x) * flushed(y)); }
 DEVICE float larger(float x, float y) { return x != x || y != y ? NAN : x > y ? x : y; }
