@@ -22,13 +22,14 @@
 constexpr bool SPLIT = READ >= 0, CORRECTS = DELTA && SPLIT;
 constexpr int RUN = 128 / code_bits(STATE), READ_AS = SPLIT ? READ : BF16;
 constexpr int THREADS = 32 * WARPS, LR = 8 * RECORDS;
-constexpr bool HALVES = STATE == FP16;  // values stay as they are stored, two to a word
+constexpr bool HALVES = STATE == FP16;         // values stay as they are stored, two to a word
+constexpr bool STAGED = HALVES && WARPS <= 8;  // states wait in shared memory, if it has room
 constexpr bool HALF_OFFS = HALVES && CORRECTS && !KDA;
 constexpr int FOLD_TERMS = KDA ? 3 : 1;                      // of keys with their decay to the end
 constexpr int CORRECTION_TERMS = STATE == FP32 ? 3 : 2;      // of `D k` and the matrix: `d` is less than `u`
 constexpr int OFF_TERMS = HALF_OFFS ? 1 : CORRECTION_TERMS;  // of D, which a rounding has made; one is fp16
 constexpr int START_TERMS = KDA ? OFF_TERMS : 1;             // of keys with their decay since the start
-constexpr int ROWS_AT_ONCE = 4, CHUNK = ROWS_AT_ONCE * THREADS;
+constexpr int ROWS_AT_ONCE = 2, CHUNK = ROWS_AT_ONCE * THREADS;
 constexpr int MATRIX_STRIDE = LR + 4;
 
 // Shared memory, in bytes.
@@ -39,12 +40,14 @@ constexpr int AT_DECAYS = AT_KEYS + (KDA ? LR * K * 2 : 0);  // of KDA: keys and
 constexpr int AT_TOTAL = AT_DECAYS + (KDA ? LR * K * 4 : 0);
 constexpr int AT_MATRIX = AT_TOTAL + (KDA ? K * 4 : 0);
 constexpr int AT_NORMS = AT_MATRIX + (DELTA && (CORRECTS || !KDA) ? LR * MATRIX_STRIDE * 4 : 0);
-constexpr int AT_WEIGHTS = AT_NORMS + 4 * LR;
+constexpr int AT_WEIGHTS = AT_NORMS + 2 * 4 * LR;
 constexpr int AT_MAXIMA = AT_WEIGHTS + 4 * (LR + 4);  // of the warps, for either copy
 constexpr int AT_SCALES = AT_MAXIMA + (2 * WARPS + 3) / 4 * 16;
-constexpr int AT_MASKS = AT_SCALES + WARPS * 128;
-constexpr int AT_LIST = AT_MASKS + 4 * ROWS_AT_ONCE * WARPS;
-constexpr int SHARED_BYTES = AT_LIST + 4 * (2 + CHUNK);  // see listed
+constexpr int AT_STATE = AT_SCALES + WARPS * 128;  // of fp16, see staged
+constexpr int AT_FLUSHES = AT_STATE + (STAGED ? WARPS * 16 * K * 2 : 0);
+constexpr int AT_MASKS = AT_FLUSHES + 16 * CHUNK;
+constexpr int AT_LISTED = AT_MASKS + 4 * ROWS_AT_ONCE * WARPS;
+constexpr int SHARED_BYTES = AT_LISTED + 8;  // see list_flushes
 
 struct Copy {
     char *codes, *scales;
@@ -74,8 +77,14 @@ DEVICE i64 ring_of(const FoldParams& p, int b) {
     return p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : slot_of(p, b);
 }
 
+// What is known of a flushing row: where its state and its records are. Pools have fewer than 2^31 slots.
+struct alignas(16) Flush {
+    int slot, ring, start, hist;
+};
+DEVICE Flush* flushes() { return (Flush*)(shared_memory + AT_FLUSHES); }
+
 // Whether row b has a history that must be folded.
-DEVICE bool must_flush(const FoldParams& p, int b) {
+DEVICE bool must_flush(const FoldParams& p, int b, Flush& row) {
     if (b >= p.B) return false;
     const i64 slot = slot_of(p, b), ring = ring_of(p, b);
     if (slot < 0 || ring < 0 || (p.state_indices && slot == p.pad_slot)) return false;
@@ -85,19 +94,21 @@ DEVICE bool must_flush(const FoldParams& p, int b) {
         if (p.varlen) count = index_at(p.lens, b + 1, p.wide_lens) - count;
         if (count > p.T) count = p.T;
     }
-    const int hist = p.hist_len[ring];
-    return hist > 0 && hist + count > p.L;
+    row = {(int)slot, (int)ring, p.ring_start[ring], p.hist_len[ring]};
+    return row.hist > 0 && row.hist + count > p.L;
 }
 
-// The flushing rows of a chunk, in shared memory, and before them how many came in earlier chunks and with
-// these: there, so that no register holds them while a head is folded.
-DEVICE int* listed() { return (int*)(shared_memory + AT_LIST); }
+// The flushing rows of a chunk, in shared memory, and of these how many came in earlier chunks and with it:
+// there, so that no register holds them while a head is folded.
+DEVICE int* listed() { return (int*)(shared_memory + AT_LISTED); }
 DEVICE void list_flushes(const FoldParams& p, int first) {
     u32* const masks = (u32*)(shared_memory + AT_MASKS);
     const int warp = warp_id(), lane = lane_id();
     bool flush[ROWS_AT_ONCE];
+    Flush row[ROWS_AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < ROWS_AT_ONCE; i++) flush[i] = must_flush(p, first + i * THREADS + 32 * warp + lane);
+    for (int i = 0; i < ROWS_AT_ONCE; i++)
+        flush[i] = must_flush(p, first + i * THREADS + 32 * warp + lane, row[i]);
 #pragma unroll
     for (int i = 0; i < ROWS_AT_ONCE; i++) {
         const u32 mask = votes(flush[i]);
@@ -116,7 +127,7 @@ DEVICE void list_flushes(const FoldParams& p, int first) {
 #pragma unroll
     for (int i = 0; i < ROWS_AT_ONCE; i++) {
         const int rank = before[i] + bit_count(masks[i * WARPS + warp] & ((1u << lane) - 1));
-        if (flush[i]) listed()[2 + rank] = first + i * THREADS + 32 * warp + lane;
+        if (flush[i]) flushes()[rank] = row[i];
     }
     if (warp == 0 && lane == 0) listed()[0] = earlier, listed()[1] = earlier + total;
     block_sync();
@@ -264,13 +275,13 @@ DEVICE void stage_channels(int hist, int thread) {
 
 DEVICE float* matrix_row(int row) { return (float*)(shared_memory + AT_MATRIX) + row * MATRIX_STRIDE; }
 
-// Products of GDN's keys with each other, of none above the diagonal, 16 rows of 8 columns a warp. They are
-// exact, but for the sums'.
-DEVICE void multiply_keys(int warp, int lane) {
+// Products of GDN's keys with each other, of none above the diagonal, by one warp. They are exact, but for
+// the sums'.
+DEVICE void multiply_keys(int lane) {
     const uint4* const starts = (const uint4*)(shared_memory + AT_STARTS);
     const int g = lane >> 2, c = lane & 3;
-    constexpr int TILES = RECORDS / 2 * (RECORDS / 2 + 1);
-    for (int tile = TILES - 1 - warp; tile >= 0; tile -= WARPS) {
+    constexpr int TILES = RECORDS / 2 * (RECORDS / 2 + 1);  // 16 rows of 8 columns
+    for (int tile = 0; tile < TILES; tile++) {
         const int m = tile >= 2, n = m ? tile - 2 : tile;
         const Row x = start_row(starts, 16 * m + g, c), y = start_row(starts, 16 * m + 8 + g, c);
         const Row z = start_row(starts, 8 * n + g, c);
@@ -350,16 +361,19 @@ DEVICE void weigh(float gate, float beta, float A, bool l2norm, int hist, int la
     }
     if (lane < LR) weights[lane] = lane < hist ? weight : 0.f;
 #if RULE != 0 && READ >= 0
+    float* const factors = (float*)(shared_memory + AT_NORMS);  // of rows, and base-two logarithms of decays
     const float since = beta * norm * (KDA ? 1.f : expf(sum_to(gate, lane)));
     const int j = lane % LR;
     float between = 0.f, column[LR];
     warp_sync();
+    if (lane < LR) factors[lane] = beta * norm, factors[LR + lane] = LOG2E * gate;
+    warp_sync();
 #pragma unroll
     for (int s = 0; s < LR; s++) {
-        const float gate_s = shuffle(gate, s), row = shuffle(beta * norm, s);
         const bool below = s > j && s < hist;
-        if (below) between += gate_s;
-        column[s] = below ? row * norm * matrix_row(s)[j] * (KDA ? 1.f : fast_exp2(LOG2E * between)) : 0.f;
+        between += below ? factors[LR + s] : 0.f;
+        const float factor = factors[s] * (KDA ? norm : norm * fast_exp2(between));
+        column[s] = below ? factor * matrix_row(s)[j] : 0.f;
     }
     warp_sync();
     if (lane < LR)
@@ -591,6 +605,7 @@ DEVICE void fold_halves(State& state, const float (&u)[RECORDS][2][2], int g, in
         for (int row = 0; row < 2; row++) {
             u32 y[4];
             if (STOCHASTIC) {
+                warp_sync();  // one draw at a time, for want of registers
                 const Random random = words(row, 8 * run);
                 halves_by_chance(y, x[row], random.w);
             } else {
@@ -637,11 +652,42 @@ DEVICE Scales load_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, i64 slot, int
     return {{0, 0, 0, 0}, 1.f};
 }
 
-// Of two fp32 rows this lane's part on its way to the L2 cache: no registers hold it while keys are made
-// ready.
-DEVICE void prefetch_rows(const char* rows) {
-    prefetch(rows);
-    prefetch(rows + State::ROW_BYTES);
+// Where 16 bytes of a lane's rows of fp16 values lie in shared memory: run i % 4 of row i / 4. Only the lane
+// itself reads them.
+DEVICE uint4* staged(int warp, int lane, int i) {
+    return (uint4*)(shared_memory + AT_STATE) + 256 * warp + 32 * i + lane;
+}
+
+// Of the next head what is large on its way: the state to shared memory, the rest to the L2 cache.
+DEVICE void fetch_head(const FoldParams& p, const Flush& row, int head, int warp, int lane) {
+    const int v = 16 * warp + 2 * (lane >> 2);
+    const char* const codes = codes_at<STATE>(p.state, row.slot, head, 16 * warp);
+#pragma unroll
+    for (int i = 0; STAGED && i < 8; i++) {
+        const int at = (v % 16 + i / 4) * State::ROW_BYTES + (4 * (i % 4) + (lane & 3)) * 16;
+        copy_async(staged(warp, lane, i), codes + at, V % 16 == 0 || v < V);
+    }
+    if (STAGED) copies_commit();
+    if (V % 16 && 16 * warp + 16 > V) return;
+    constexpr int LINES = 16 * State::ROW_BYTES / 128, READ_LINES = 16 * Read::ROW_BYTES / 128;
+    for (int i = lane; !STAGED && i < LINES; i += 32) prefetch(codes + 128 * i);
+    if (SPLIT && lane < READ_LINES)
+        prefetch(codes_at<READ_AS>(p.read, row.slot, head, 16 * warp) + 128 * lane);
+    if (lane >= row.hist) return;
+    const int past = row.start + lane, at = past >= p.R ? past - p.R : past;
+    prefetch((const char*)p.u + (row.ring * p.s_u + head * p.h_u + at * V + 16 * warp) * U_BYTES);
+    if (warp < 2)
+        prefetch((const char*)p.k +
+                 (row.ring * p.s_k + head / GROUP * p.h_k + at * K + warp * K / 2) * ACT_BYTES);
+}
+
+DEVICE void take_staged(State& state, int warp, int lane) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const uint4 x = *staged(warp, lane, i);
+        u32* const to = state.codes[i / 4] + i % 4 * 4;
+        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    }
 }
 
 // A warp's rows of a copy from registers and, of scales, from shared memory.
@@ -684,19 +730,20 @@ DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, const float (&
 }
 
 // The read copy of a state in fp16.
+template <int FORMAT>
 DEVICE void store_halves(const Copy& copy, State& state, i64 slot, int head, u32* maxima, int warp,
                          int lane) {
+    using T = Tile<FORMAT, RUN>;
     unsigned char* const scales = shared_memory + AT_SCALES + 128 * warp;
     u32(&x)[2][16] = *(u32(*)[2][16])state.codes;
-    u32 largest[Read::BLOCKS];
+    u32 largest[T::BLOCKS];
     float scale = 1.f;
-    block_maxima<READ_AS, RUN>(x, largest);
-    if (READ == NVFP4)
+    block_maxima<FORMAT, RUN>(x, largest);
+    if (FORMAT == NVFP4)
         scale = store_head_scale(copy, largest_finite(largest), slot, head, maxima, warp, lane);
-    Read read;
-    encode_halves<READ_AS, RUN>(read, x, largest, scale, scales + 2 * (lane >> 2) * Read::SCALE_BYTES,
-                                lane & 3);
-    store_rows<READ_AS>(read, copy, slot, head, scales, warp, lane);
+    T tile;
+    encode_halves(tile, x, largest, scale, scales + 2 * (lane >> 2) * T::SCALE_BYTES, lane & 3);
+    store_rows<FORMAT>(tile, copy, slot, head, scales, warp, lane);
 }
 
 // Random words of the lane's elements, by row and first of eight elements.
@@ -710,16 +757,15 @@ DEVICE auto random_words(const FoldParams& p, i64 slot, int head, int lane) {
 
 // Both copies of a head's new state. Slot, seed and lane are looked up anew, the lane by way of a shuffle:
 // the compiler would work out addresses before the fold, which has no registers for them.
-DEVICE void store_head(const FoldParams& p, int b, int head, float (&x)[2][32], State& state) {
+DEVICE void store_head(const FoldParams& p, int slot, int head, float (&x)[2][32], State& state) {
     const int warp = warp_id(), lane = shuffle(lane_id(), lane_id());
     u32* const maxima = (u32*)(shared_memory + AT_MAXIMA);
-    const i64 slot = slot_of(p, b);
     auto words = random_words(p, slot, head, lane);
     if (HALVES) store_rows<STATE>(state, p.state, slot, head, 0, warp, lane);
     else store_tile<STATE, STOCHASTIC>(state, p.state, x, slot, head, maxima, warp, lane, words);
     if (!SPLIT) return;
     if constexpr (HALVES && encodes_halves(READ)) {
-        store_halves(p.read, state, slot, head, maxima + WARPS, warp, lane);
+        store_halves<READ>(p.read, state, slot, head, maxima + WARPS, warp, lane);
     } else {
 #pragma unroll
         for (int r = 0; r < 2; r++)
@@ -760,17 +806,14 @@ DEVICE void decode(float (&x)[2][32], const State& state, const Scales& scales, 
         }
 }
 
-DEVICE void fold_head(const FoldParams& p, int b, int head) {
+// Folds `head` of the listed row `item`, once what is large of it is on its way, and sends for that of
+// `next_head` of `next`, if there is one.
+DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int next_head) {
     const int warp = warp_id(), lane = shuffle(lane_id(), lane_id());  // as in store_head
     const int thread = 32 * warp + lane, g = lane >> 2, c = lane & 3;
-    const i64 ring = ring_of(p, b);
+    const auto [slot, ring, start, hist] = flushes()[item];
     const int v = 16 * warp + 2 * g, key_head = head / GROUP;
-    const int start = p.ring_start[ring], hist = p.hist_len[ring];
     const bool inside = V % 16 == 0 || v < V;
-    auto ring_row = [&](int j) {
-        const int row = start + j;
-        return row >= p.R ? row - p.R : row;
-    };
     const char* const k_ring = (const char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
     const char* const u_ring = (const char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES;
     const float* const g_ring = p.g + ring * p.s_g + head * p.h_g;
@@ -779,17 +822,16 @@ DEVICE void fold_head(const FoldParams& p, int b, int head) {
     if (KDA) fetch_channels(k_ring, g_ring, start, hist, p.R, thread);
     State state;
     Read read;
-    Scales scales;
-    if (STATE != FP32) scales = load_tile<STATE>(state, p.state, slot_of(p, b), head, v, c);
-    else if (inside) prefetch_rows(codes_at<STATE>(p.state, slot_of(p, b), head, v) + 128 * c);
-    Scales read_scales;
-    if (CORRECTS) read_scales = load_tile<READ_AS>(read, p.read, slot_of(p, b), head, v, c);
+    Scales scales, read_scales;
+    if (STATE != FP32 && !STAGED) scales = load_tile<STATE>(state, p.state, slot, head, v, c);
+    if (CORRECTS) read_scales = load_tile<READ_AS>(read, p.read, slot, head, v, c);
     float u[RECORDS][2][2];
     load_values(u, u_ring, start, inside ? hist : 0, p.R, v, c);
     float gate = 0.f, beta = 0.f, A = 0.f;
     if (warp == 0 && lane < hist) {
-        if (!KDA) gate = g_ring[ring_row(lane)];
-        if (CORRECTS) beta = p.beta[ring * p.s_beta + head * p.h_beta + ring_row(lane)];
+        const int past = start + lane, row = past >= p.R ? past - p.R : past;
+        if (!KDA) gate = g_ring[row];
+        if (CORRECTS) beta = p.beta[ring * p.s_beta + head * p.h_beta + row];
     }
     if (!DELTA) A = scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type);
 
@@ -800,15 +842,24 @@ DEVICE void fold_head(const FoldParams& p, int b, int head) {
     } else {
         stage_keys(k_ring, start, hist, p.R, warp, lane);
     }
-    if (DELTA) {
-        block_sync();
-        if (KDA) multiply_channels(p.l2norm, hist, warp, lane);
-        else multiply_keys(warp, lane);
+    if (DELTA) block_sync();
+    if (KDA) {
+        multiply_channels(p.l2norm, hist, warp, lane);
         block_sync();
     }
-    if (warp == 0) weigh(gate, beta, A, p.l2norm, hist, lane);
+    if (warp == 0) {
+        if (DELTA && !KDA) {
+            multiply_keys(lane);
+            warp_sync();
+        }
+        weigh(gate, beta, A, p.l2norm, hist, lane);
+    }
 
-    if (STATE == FP32) scales = load_tile<STATE>(state, p.state, slot_of(p, b), head, v, c);
+    if (STATE == FP32) scales = load_tile<STATE>(state, p.state, slot, head, v, c);
+    if (STAGED) {
+        copies_wait<0>();
+        take_staged(state, warp, lane);
+    }
     float x[2][32];
     if (State::PACKED) decode(x, state, scales, c);
     if (CORRECTS)
@@ -816,24 +867,32 @@ DEVICE void fold_head(const FoldParams& p, int b, int head) {
             u, [&](int r, int e) { return State::PACKED ? x[r][e] : unscaled(state, r, e); }, state, read,
             read_scales, g, c);
     else block_sync();  // the weights are there
+    if (next_head >= 0) fetch_head(p, flushes()[next], next_head, warp, lane);
     if (HALVES) {
-        fold_halves(state, u, g, c, random_words(p, slot_of(p, b), head, lane));
+        fold_halves(state, u, g, c, random_words(p, flushes()[item].slot, head, lane));
     } else {
         if (!State::PACKED) decode(x, state, scales, c);  // late: 16-bit values lie two in a register
         fold(x, u, g, c);
     }
     warp_sync();
-    store_head(p, b, head, x, state);
+    store_head(p, flushes()[item].slot, head, x, state);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     replay_fold(const __grid_constant__ FoldParams p) {
     follow();
-    int item = grid_x();  // one head of a flushing row, numbered over all chunks
+    const int rows = grid_size() / p.HV, heads = grid_size() % p.HV;  // from one head to the next
+    int row = grid_x() / p.HV, head = grid_x() % p.HV;                // rows are numbered over all chunks
     for (int first = 0; first < p.B; first += CHUNK) {
         list_flushes(p, first);
-        for (; item < listed()[1] * p.HV; item += grid_size()) {
-            fold_head(p, listed()[2 + item / p.HV - listed()[0]], item % p.HV);
+        bool fetched = false;
+        while (row < listed()[1]) {
+            const int at = row - listed()[0], now = head;
+            if (!fetched) fetch_head(p, flushes()[at], head, warp_id(), lane_id());
+            row += rows, head += heads;
+            if (head >= p.HV) row++, head -= p.HV;
+            fetched = row < listed()[1];
+            fold_head(p, at, now, row - listed()[0], fetched ? head : -1);
             block_sync();
         }
     }

@@ -385,25 +385,38 @@ DEVICE u32 scale_code_of_half(float largest, float inverse_head) {
 
 DEVICE u32 twice(float x) { return pack_half_held(x, x); }
 
-// What makes eighths of quotients by a block's scale: products by a power of two, then by a reciprocal, and
-// what that lacks. A quotient that fp16 rounds from them, true to 2^-19 before, is a tie of E2M1 where the
-// exact one is and on the same side of it elsewhere: a value of 11 bits is off a tie, a product of seven, by
-// more than fp16's rounding of the quotient.
-struct HalfDivisor {
-    u32 power, reciprocal, rest;
+// Reciprocals of eight times a block's scale that fp16 has in two terms; for others, and for NaN of a block
+// that is to be zeros, values and reciprocal are changed until it has.
+DEVICE bool has_terms(float reciprocal) { return reciprocal >= 0x1p-7f && reciprocal <= 0x1p15f; }
+template <int WORDS>
+DEVICE void fit_block(u32* x, float& reciprocal) {
+    if (reciprocal != reciprocal) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) x[i] = 0;
+        reciprocal = 1.f;
+    }
+    while (!has_terms(reciprocal)) {  // what a product by 2^-8 loses is less than 2^-10 of the scale
+        const bool large = reciprocal > 1.f;
+        reciprocal *= large ? 0x1p-15f : 0x1p8f;
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) x[i] = fma_half(x[i], large ? 0x78007800u : 0x1c001c00u, 0x80008000u);
+    }
+}
+
+// Eighths of quotients by NVFP4's scales, and by powers of two. A quotient that fp16 rounds from the first,
+// true to 2^-19 before, is a tie of E2M1 where the exact one is and on the same side of it elsewhere: a value
+// of 11 bits is off a tie, a product of seven, by more than fp16's rounding of the quotient.
+struct Reciprocal {
+    u32 number, rest;  // fp16 twice each
 };
-DEVICE HalfDivisor half_divisor(float eight_scales) {
-    const float power = fminf(real((254u << 23) - (bits(eight_scales) & 0x7f800000u)), 32768.f);
-    const float y = fast_reciprocal(eight_scales * power);
-    HalfDivisor d;
-    d.power = twice(power), d.reciprocal = twice(y);
-    d.rest = twice(y - half_to_float((u16)d.reciprocal));
-    return d;
+DEVICE Reciprocal terms_of(float x) {
+    const u32 number = twice(x);
+    return {number, twice(x - half_to_float((u16)number))};
 }
 template <int FORMAT>
-DEVICE u32 eighths(u32 x, const HalfDivisor& d) {
-    const u32 y = fma_half(x, d.power, 0x80008000u), rest = fma_half(y, d.rest, 0x80008000u);
-    return FORMAT == NVFP4 ? fma_half(y, d.reciprocal, rest) : fma_half(y, d.reciprocal, 0x80008000u);
+DEVICE u32 eighths(u32 x, Reciprocal by) {
+    const u32 rest = FORMAT == NVFP4 ? fma_half(x, by.rest, 0x80008000u) : 0x80008000u;
+    return fma_half(x, by.number, rest);
 }
 
 // E2M1's codes, to nearest, of two numbers by their eighths. Codes are linear between 0, 2, 4 and 6, less and
@@ -428,56 +441,76 @@ DEVICE u32 join_codes(const u32 (&code)[4], const u32* x) {
 
 constexpr bool encodes_halves(int format) { return format == FP8 || format >= NVFP4; }
 
-// As `encode` to nearest does, of fp16 values; with `largest` of them. Of FP8 `x` is lost.
+// As `encode` to nearest does, of fp16 values, which are lost; with `largest` of them.
+template <int RUN>
+DEVICE void encode_halves(Tile<FP8, RUN>& tile, u32 (&x)[2][16], const u32 (&largest)[1], float,
+                          unsigned char* scales, int c) {
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        const float a = half_to_float((u16)(largest[0] >> 16 * row));
+        const bool finite = a <= 65504.f;
+        int n = exponent_for(finite ? a : 0.f, 448.f);
+        if (c == 0) *(float*)(scales + 4 * row) = finite ? two_to(n) : real(NAN_BITS);
+        for (; n < -15; n += 15)  // 2^15 is the largest power of two that fp16 has
+#pragma unroll
+            for (int j = 0; j < 16; j++) x[row][j] = fma_half(x[row][j], 0x78007800u, 0x80008000u);
+        const u32 power = twice(two_to(-n));
+#pragma unroll
+        for (int j = 0; j < 16; j++) x[row][j] = fma_half(x[row][j], power, 0x80008000u);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            tile.codes[row][j] = finite ? close_e4m3(x[row][2 * j], x[row][2 * j + 1]) : 0;
+    }
+}
+
+// Of four-bit formats: a lane's blocks are runs of eight.
 template <int FORMAT, int RUN>
-DEVICE void encode_halves(Tile<FORMAT, RUN>& tile, u32 (&x)[2][16],
-                          const u32 (&largest)[Tile<FORMAT, RUN>::BLOCKS], float head, unsigned char* scales,
-                          int c) {
+DEVICE void encode_halves(Tile<FORMAT, RUN>& tile, u32 (&x)[2][16], const u32 (&largest)[4], float head,
+                          unsigned char* scales, int c) {
     using T = Tile<FORMAT, RUN>;
-    constexpr int WORDS = T::SPAN / 2;
-    const float inverse_head = FORMAT == NVFP4 ? real((254u << 23) - bits(head)) : 1.f;
-    const bool first = c % T::SHARERS == 0;  // of the lanes that share a block
+    static_assert(T::SPAN == 8 && T::SHARERS == (FORMAT == NVFP4 ? 2 : 4), "runs of eight");
+    float reciprocals[2][4];
+    if (FORMAT == NVFP4) {  // of the two lanes that share blocks each works out a row's scales
+        const int row = c & 1;
+        const float inverse_head = real((254u << 23) - bits(head)), eight_heads = 8.f * head;
 #pragma unroll
-    for (int i = 0; i < 2 * T::BLOCKS; i++) {
-        const int row = i / T::BLOCKS, block = i % T::BLOCKS;
-        u32* const mine = x[row] + block * WORDS;
-        const u32 most = largest[i / 2] >> 16 * (i % 2) & 0xffffu;
-        const bool finite = most < 0x7c00u;
-        const float a = half_to_float((u16)most);
-        unsigned char* const scale = scales + row * T::SCALE_BYTES + block_of<FORMAT, RUN>(c, block);
-        if (FORMAT == FP8) {
-            int n = exponent_for(finite ? a : 0.f, 448.f);
-            if (first) *(float*)scale = finite ? two_to(n) : real(NAN_BITS);
-            for (; n < -15; n += 15)  // 2^15 is the largest power of two that fp16 has
-#pragma unroll
-                for (int j = 0; j < WORDS; j++) mine[j] = fma_half(mine[j], 0x78007800u, 0x80008000u);
-            const u32 power = twice(two_to(-n));
-#pragma unroll
-            for (int j = 0; j < WORDS; j++) mine[j] = fma_half(mine[j], power, 0x80008000u);
-#pragma unroll
-            for (int j = 0; j < WORDS; j += 2)
-                tile.codes[row][j / 2] = finite ? close_e4m3(mine[j], mine[j + 1]) : 0;
-            continue;
+        for (int block = 0; block < 4; block++) {
+            const u32 pair = row ? largest[2 + block / 2] : largest[block / 2];
+            const float a = half_to_float((u16)(pair >> 16 * (block % 2)));
+            const bool finite = a <= 65504.f;
+            const u32 code = scale_code_of_half(a, inverse_head);
+            const float y = fast_reciprocal(value_of_e4m3(0, code) * eight_heads);
+            scales[row * T::SCALE_BYTES + block_of<FORMAT, RUN>(c, block)] =
+                (unsigned char)(finite ? code : 0x7f);
+            const float mine = finite ? y : real(NAN_BITS), other = shuffle_xor(mine, 1);
+            reciprocals[0][block] = row ? other : mine, reciprocals[1][block] = row ? mine : other;
         }
-        HalfDivisor divisor;
-        u32 code;
-        if (FORMAT == NVFP4) {
-            code = scale_code_of_half(a, inverse_head);
-            divisor = half_divisor(value_of_e4m3(0, code) * (8.f * head));
-            code = finite ? code : 0x7f;
-        } else {
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int row = i / 4, block = i % 4;
+            const float a = half_to_float((u16)(largest[i / 2] >> 16 * (i % 2)));
+            const bool finite = a <= 65504.f;
             const int n = exponent_for(finite ? a : 0.f, 6.f);
-            divisor = half_divisor(two_to(n + 3));
-            code = finite ? n + 127 : 255;
+            if (c == 0) scales[row * T::SCALE_BYTES + block] = (unsigned char)(finite ? n + 127 : 255);
+            reciprocals[row][block] = finite ? two_to(-n - 3) : real(NAN_BITS);
         }
-        if (first) *scale = (unsigned char)code;
+    }
+    bool fit = true;
 #pragma unroll
-        for (int j = 0; j < WORDS; j += 4) {
-            u32 codes[4];
+    for (int i = 0; i < 8; i++) fit = fit && has_terms(reciprocals[i / 4][i % 4]);
+    if (!fit)
 #pragma unroll
-            for (int k = 0; k < 4; k++) codes[k] = nearest_pair(eighths<FORMAT>(mine[j + k], divisor));
-            tile.codes[row][(block * WORDS + j) / 4] = finite ? join_codes(codes, mine + j) : 0;
-        }
+        for (int i = 0; i < 8; i++) fit_block<4>(x[i / 4] + i % 4 * 4, reciprocals[i / 4][i % 4]);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        warp_sync();  // one block at a time, for want of registers
+        const Reciprocal by = terms_of(reciprocals[i / 4][i % 4]);
+        const u32* const mine = x[i / 4] + i % 4 * 4;
+        u32 codes[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) codes[k] = nearest_pair(eighths<FORMAT>(mine[k], by));
+        tile.codes[i / 4][i % 4] = join_codes(codes, mine);
     }
 }
 
