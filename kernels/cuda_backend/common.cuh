@@ -301,25 +301,22 @@ DEVICE Random philox(i64 seed, u32 c0, u32 c1, u32 c2) {
     return {c0, c1, c2, c3};
 }
 
-// To fp16, two to a word, up or down by chance as the halves of `words` say; the scheme is that of the torch
-// backend's rounding. By 2^-112 fp32's smallest normal number is fp16's, and the 13 bits that fp16 does not
-// have are the last ones in either range; so the random ones are added to the bits, and the number cut off.
-template <int PAIRS>
-DEVICE void halves_by_chance(u32 (&y)[PAIRS], const float (&x)[2 * PAIRS], const u32* words) {
-    constexpr u32 DOWN = 15u << 23, UP = 239u << 23;  // 2^-112, 2^112
+// To fp16, the first in the low half, up or down by chance as the halves of `word` say; the scheme is that of
+// the torch backend's rounding. By 2^-112 fp32's smallest normal number is fp16's, and the 13 bits that fp16
+// does not have are the last ones in either range; so the random ones are added to the bits, and the number
+// cut off.
+DEVICE u32 stochastic_pair(float x, float y, u32 word) {
+    constexpr u32 DOWN = 15u << 23, UP = 239u << 23;          // 2^-112, 2^112
+    const u32 chances[2] = {permute(word, 0, 0x1044), word};  // by two shifts the first would be three
+    float sizes[2] = {x, y};
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-        float sizes[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const float size = multiply_down(fabsf(x[2 * i + e]), real(DOWN));
-            const u32 chance = e ? words[i] : permute(words[i], 0, 0x1044);  // shifts would be three
-            // `size` is too small to count here, but of a NaN, whose bits have changed, it makes one again.
-            sizes[e] = fma_down(real(bits(size) + (chance >> 19)), real(UP), size);
-        }
-        // Cut off at once, infinities stay, whose sizes are NaN now; nothing else is larger than its size.
-        y[i] = signed_larger(pack_half_down(sizes[0], sizes[1]), pack_half_down(x[2 * i], x[2 * i + 1]));
+    for (int i = 0; i < 2; i++) {
+        const float size = multiply_down(fabsf(sizes[i]), real(DOWN));
+        // `size` is too small to count here, but of a NaN, whose bits have changed, it makes one again.
+        sizes[i] = fma_down(real(bits(size) + (chances[i] >> 19)), real(UP), size);
     }
+    // Cut off at once, infinities stay, whose sizes are NaN now; nothing else is larger than its size.
+    return signed_larger(pack_half_down(sizes[0], sizes[1]), pack_half_down(x, y));
 }
 
 // Two elements of a state in 16 bits.

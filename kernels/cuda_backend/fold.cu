@@ -607,7 +607,9 @@ DEVICE void fold_halves(State& state, const float (&u)[RECORDS][2][2], int g, in
             if (STOCHASTIC) {
                 warp_sync();  // one draw at a time, for want of registers
                 const Random random = words(row, 8 * run);
-                halves_by_chance(y, x[row], random.w);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    y[i] = stochastic_pair(x[row][2 * i], x[row][2 * i + 1], random.w[i]);
             } else {
 #pragma unroll
                 for (int i = 0; i < 4; i++) y[i] = pack_half_held(x[row][2 * i], x[row][2 * i + 1]);

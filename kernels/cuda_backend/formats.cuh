@@ -25,12 +25,11 @@ constexpr int scale_block(int format) { return format == NVFP4 ? 16 : format == 
 template <int MANTISSA_, int EXPONENT_, u32 LARGEST_>
 struct Element {
     static constexpr int MANTISSA = MANTISSA_, EXPONENT = EXPONENT_, DROP = 23 - MANTISSA_;
-    static constexpr u32 LARGEST_CODE = LARGEST_, MASK = MANTISSA_ == 10 ? 0x7fff : LARGEST_ | 1;
+    static constexpr u32 LARGEST_CODE = LARGEST_, MASK = LARGEST_ | 1;
     // bits of 2^EXPONENT, and of what makes fp32's smallest normal number of it
     static constexpr u32 SMALLEST = (u32)(127 + EXPONENT_) << 23;
     static constexpr u32 TO_FIXED = EXPONENT_ > 0 ? 1u << 23 - EXPONENT_ : (u32)(1 - EXPONENT_) << 23;
 };
-using Half = Element<10, -14, 0x7bff>;
 using E4M3 = Element<3, -6, 0x7e>;
 using E2M1 = Element<1, 0, 7>;
 using Integer = Element<7, 7, 127>;

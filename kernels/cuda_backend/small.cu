@@ -109,12 +109,10 @@ DEVICE void store_state(char* at, const float (&x)[4], const u32 (&words)[2]) {
         return;
     }
     u32 y[2];
-#if STOCHASTIC
-    halves_by_chance(y, x, words);
-#else
 #pragma unroll
-    for (int i = 0; i < 2; i++) y[i] = narrow(x[2 * i], STATE) | (u32)narrow(x[2 * i + 1], STATE) << 16;
-#endif
+    for (int i = 0; i < 2; i++)
+        y[i] = STOCHASTIC ? stochastic_pair(x[2 * i], x[2 * i + 1], words[i])
+                          : narrow(x[2 * i], STATE) | (u32)narrow(x[2 * i + 1], STATE) << 16;
     *(uint2*)at = make_uint2(y[0], y[1]);
 }
 // Random words of a lane's four elements of four rows, of which the first is row `row` of the slot. Eight

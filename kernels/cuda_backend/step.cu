@@ -164,7 +164,8 @@ DEVICE void store_row(char* to, int c, int block, const float (&x)[8], i64 seed,
     u32 y[4];
 #if STOCHASTIC
     const Random random = philox(seed, first / 8 + 4 * block + c, slot, layer);
-    halves_by_chance(y, x, random.w);
+#pragma unroll
+    for (int i = 0; i < 4; i++) y[i] = stochastic_pair(x[2 * i], x[2 * i + 1], random.w[i]);
 #else
 #pragma unroll
     for (int i = 0; i < 4; i++) y[i] = narrow(x[2 * i], STATE) | (u32)narrow(x[2 * i + 1], STATE) << 16;

@@ -42,8 +42,8 @@ CUDA = pytest.param(
 STEPS = [
     pytest.param(*backend.values, V, K, share, marks=backend.marks, id=f"{backend.values[0]}-{name}")
     for backend, shapes in (
-        (pytest.param("torch"), {"K 8": (5, 8, None), "K 6": (3, 6, None)}),
-        (TRITON, {"K 8": (5, 8, None), "K 6": (3, 6, None)}),
+        (pytest.param("torch"), {"K 24": (5, 24, None), "K 6": (3, 6, None)}),
+        (TRITON, {"K 24": (5, 24, None), "K 6": (3, 6, None)}),
         (CUDA, {"step": (24, 128, Cut(2)), "small": (24, 128, Cut(1, 4))}),
     )
     for name, (V, K, share) in shapes.items()
@@ -293,7 +293,7 @@ def test_a_flush_in_a_step(
     assert same_bits(layer.state, want)
 
 
-@pytest.mark.parametrize(("V", "K"), [(5, 8), (3, 6)], ids=["K 8", "K 6"])
+@pytest.mark.parametrize(("V", "K"), [(5, 24), (3, 6)], ids=["K 24", "K 6"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("backend", ["torch", TRITON])
 def test_materialize(backend: str, rule: str, V: int, K: int) -> None:

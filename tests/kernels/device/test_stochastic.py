@@ -118,6 +118,36 @@ def test_a_flush_in_a_step(name: str, tokens: int, backend: str) -> None:
     assert not torch.equal(before[[3, 0]], exact[[3, 0]].half()), "rounding to nearest would pass too"
 
 
+def test_every_kind_of_value(backend: str) -> None:
+    """What a fold makes of values below and beyond what fp16 has, of infinities and of NaN."""
+    torch.manual_seed(2)
+    geometry = GEOMETRIES["nemotron-3-nano-4b"]
+    rings = RingLayout(geometry, 4, 4).allocate(SLOTS, "cuda")
+    before = torch.zeros(SLOTS, *geometry.state_shape, device="cuda").half()
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 65504.0, 2.0**-24, -3e-5], device="cuda")
+    chosen = torch.rand(before.shape, device="cuda") < 0.01
+    before[chosen] = special[torch.randint(len(special), (int(chosen.sum()),), device="cuda")].half()
+    inputs = exact_inputs(geometry, 1)
+    size = torch.randint(-40, 20, inputs["x"].shape, device="cuda").float()
+    inputs["x"] = (torch.randn_like(inputs["x"]) * 2.0**size).bfloat16()
+    inputs["x"][..., 0] = 3e38
+    inputs["dt"].fill_(1.0)
+    empty, one = device((0,) * SLOTS), device((1,) * SLOTS)
+    step(geometry, before.clone(), rings, inputs, hist_len=empty, window=1, backend="torch")
+    folds = {}
+    for each in ("torch", backend):
+        folds[each], own = before.clone(), {key: ring.clone() for key, ring in rings.items()}
+        step(
+            geometry, folds[each], own, inputs, hist_len=one, window=1, layer=LAYER, backend=each,
+            rand_seed=device((SEED,), torch.int64),
+        )  # fmt: skip
+    assert torch.equal(folds[backend].isnan(), folds["torch"].isnan())
+    assert torch.equal(folds[backend].nan_to_num(), folds["torch"].nan_to_num())
+    live = folds["torch"][[3, 0]]
+    for kind in (live.isnan(), live.isinf(), live.abs() == 65504.0, (live != 0) & (live.abs() < 2.0**-14)):
+        assert kind.sum() > 100
+
+
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_random_states(name: str, backend: str) -> None:
     """Folds of whole histories of random inputs: now and then a neighbour, where fp32 sums differ."""

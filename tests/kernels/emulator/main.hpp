@@ -38,13 +38,10 @@ extern "C" void launch(int blocks_x, int blocks_y, const Arguments* params) {
 }
 extern "C" int shared_bytes() { return SHARED_BYTES; }
 extern "C" void stochastic_halves(int n, const float* x, const i64* words, u16* halves) {
-    for (int first = 0; first < n; first += 8) {
-        float eight[8] = {0};
-        u32 pairs[4] = {0}, rounded[4];
-        const int count = n - first < 8 ? n - first : 8;
-        for (int i = 0; i < count; i++)
-            eight[i] = x[first + i], pairs[i / 2] |= (u32)words[first + i] << 16 * (i % 2);
-        halves_by_chance(rounded, eight, pairs);
-        memcpy(halves + first, rounded, 2 * count);
+    for (int i = 0; i < n; i += 2) {
+        const int other = i + 1 < n ? i + 1 : i;
+        const u32 pair = stochastic_pair(x[i], x[other], (u32)words[i] | (u32)words[other] << 16);
+        halves[i] = (u16)pair;
+        if (other > i) halves[other] = (u16)(pair >> 16);
     }
 }
