@@ -22,10 +22,14 @@
 constexpr bool SPLIT = READ >= 0, CORRECTS = DELTA && SPLIT;
 constexpr int RUN = 128 / code_bits(STATE), READ_AS = SPLIT ? READ : BF16;
 constexpr int THREADS = 32 * WARPS, LR = 8 * RECORDS;
-constexpr int FOLD_TERMS = KDA ? 3 : 1;           // of keys with their decay to the end
-constexpr int OFF_TERMS = STATE == FP32 ? 3 : 2;  // of D, which a rounding has made
-constexpr int START_TERMS = KDA ? OFF_TERMS : 1;  // of keys with their decay since the start
-constexpr int ROWS_AT_ONCE = 4, CHUNK = ROWS_AT_ONCE * THREADS;
+constexpr bool HALVES = STATE == FP16;         // values stay as they are stored, two to a word
+constexpr bool STAGED = HALVES && WARPS <= 8;  // states wait in shared memory, if it has room
+constexpr bool HALF_OFFS = HALVES && CORRECTS && !KDA;
+constexpr int FOLD_TERMS = KDA ? 3 : 1;                      // of keys with their decay to the end
+constexpr int CORRECTION_TERMS = STATE == FP32 ? 3 : 2;      // of `D k` and the matrix: `d` is less than `u`
+constexpr int OFF_TERMS = HALF_OFFS ? 1 : CORRECTION_TERMS;  // of D, which a rounding has made; one is fp16
+constexpr int START_TERMS = KDA ? OFF_TERMS : 1;             // of keys with their decay since the start
+constexpr int ROWS_AT_ONCE = 2, CHUNK = ROWS_AT_ONCE * THREADS;
 constexpr int MATRIX_STRIDE = LR + 4;
 
 // Shared memory, in bytes.
@@ -35,13 +39,15 @@ constexpr int AT_KEYS = AT_STARTS + (KDA ? (CORRECTS ? START_TERMS : 0) : DELTA)
 constexpr int AT_DECAYS = AT_KEYS + (KDA ? LR * K * 2 : 0);  // of KDA: keys and decays as they come
 constexpr int AT_TOTAL = AT_DECAYS + (KDA ? LR * K * 4 : 0);
 constexpr int AT_MATRIX = AT_TOTAL + (KDA ? K * 4 : 0);
-constexpr int AT_NORMS = AT_MATRIX + (CORRECTS ? LR * MATRIX_STRIDE * 4 : 0);
-constexpr int AT_WEIGHTS = AT_NORMS + 4 * LR;
+constexpr int AT_NORMS = AT_MATRIX + (DELTA && (CORRECTS || !KDA) ? LR * MATRIX_STRIDE * 4 : 0);
+constexpr int AT_WEIGHTS = AT_NORMS + 2 * 4 * LR;
 constexpr int AT_MAXIMA = AT_WEIGHTS + 4 * (LR + 4);  // of the warps, for either copy
 constexpr int AT_SCALES = AT_MAXIMA + (2 * WARPS + 3) / 4 * 16;
-constexpr int AT_MASKS = AT_SCALES + WARPS * 128;
-constexpr int AT_LIST = AT_MASKS + 4 * ROWS_AT_ONCE * WARPS;
-constexpr int SHARED_BYTES = AT_LIST + 4 * (2 + CHUNK);  // see listed
+constexpr int AT_STATE = AT_SCALES + WARPS * 128;  // of fp16, see staged
+constexpr int AT_FLUSHES = AT_STATE + (STAGED ? WARPS * 16 * K * 2 : 0);
+constexpr int AT_MASKS = AT_FLUSHES + 16 * CHUNK;
+constexpr int AT_LISTED = AT_MASKS + 4 * ROWS_AT_ONCE * WARPS;
+constexpr int SHARED_BYTES = AT_LISTED + 8;  // see list_flushes
 
 struct Copy {
     char *codes, *scales;
@@ -71,8 +77,14 @@ DEVICE i64 ring_of(const FoldParams& p, int b) {
     return p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : slot_of(p, b);
 }
 
+// What is known of a flushing row: where its state and its records are. Pools have fewer than 2^31 slots.
+struct alignas(16) Flush {
+    int slot, ring, start, hist;
+};
+DEVICE Flush* flushes() { return (Flush*)(shared_memory + AT_FLUSHES); }
+
 // Whether row b has a history that must be folded.
-DEVICE bool must_flush(const FoldParams& p, int b) {
+DEVICE bool must_flush(const FoldParams& p, int b, Flush& row) {
     if (b >= p.B) return false;
     const i64 slot = slot_of(p, b), ring = ring_of(p, b);
     if (slot < 0 || ring < 0 || (p.state_indices && slot == p.pad_slot)) return false;
@@ -82,19 +94,21 @@ DEVICE bool must_flush(const FoldParams& p, int b) {
         if (p.varlen) count = index_at(p.lens, b + 1, p.wide_lens) - count;
         if (count > p.T) count = p.T;
     }
-    const int hist = p.hist_len[ring];
-    return hist > 0 && hist + count > p.L;
+    row = {(int)slot, (int)ring, p.ring_start[ring], p.hist_len[ring]};
+    return row.hist > 0 && row.hist + count > p.L;
 }
 
-// The flushing rows of a chunk, in shared memory, and before them how many came in earlier chunks and with
-// these: there, so that no register holds them while a head is folded.
-DEVICE int* listed() { return (int*)(shared_memory + AT_LIST); }
+// The flushing rows of a chunk, in shared memory, and of these how many came in earlier chunks and with it:
+// there, so that no register holds them while a head is folded.
+DEVICE int* listed() { return (int*)(shared_memory + AT_LISTED); }
 DEVICE void list_flushes(const FoldParams& p, int first) {
     u32* const masks = (u32*)(shared_memory + AT_MASKS);
     const int warp = warp_id(), lane = lane_id();
     bool flush[ROWS_AT_ONCE];
+    Flush row[ROWS_AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < ROWS_AT_ONCE; i++) flush[i] = must_flush(p, first + i * THREADS + 32 * warp + lane);
+    for (int i = 0; i < ROWS_AT_ONCE; i++)
+        flush[i] = must_flush(p, first + i * THREADS + 32 * warp + lane, row[i]);
 #pragma unroll
     for (int i = 0; i < ROWS_AT_ONCE; i++) {
         const u32 mask = votes(flush[i]);
@@ -113,7 +127,7 @@ DEVICE void list_flushes(const FoldParams& p, int first) {
 #pragma unroll
     for (int i = 0; i < ROWS_AT_ONCE; i++) {
         const int rank = before[i] + bit_count(masks[i * WARPS + warp] & ((1u << lane) - 1));
-        if (flush[i]) listed()[2 + rank] = first + i * THREADS + 32 * warp + lane;
+        if (flush[i]) flushes()[rank] = row[i];
     }
     if (warp == 0 && lane == 0) listed()[0] = earlier, listed()[1] = earlier + total;
     block_sync();
@@ -121,15 +135,26 @@ DEVICE void list_flushes(const FoldParams& p, int first) {
 
 // ---- keys in shared memory ----
 
-// The second operand of a fold: rows are pairs of records, a word is both records' value of an element, the
-// first in the low half. A chunk is four such words, of elements 8 part + 2i + odd of lanes (*, c).
-DEVICE int pair_chunk(int pair, int part, int column) {
-    return 32 * pair + 8 * part + (column ^ 2 * (pair & 3));
+// The first TERMS of fp32 values, the last of them rounded.
+template <int TERMS>
+DEVICE void take_terms(float x, float y, u32 (&terms)[TERMS]) {
+#pragma unroll
+    for (int t = 0; t < TERMS; t++) {
+        terms[t] = t == 1 && TERMS == 2 ? pack_bfloat(x, y) : high_halves(bits(x), bits(y));
+        x -= first_of(terms[t]), y -= second_of(terms[t]);
+    }
+}
+
+// The second operand of a fold: a word is two neighbouring records' value of an element, the first in the low
+// half. A chunk has four such words, those of result tiles 2 quarter and 2 quarter + 1: of records 16 half +
+// 2c and 16 half + 8 + 2c, of the tile's element g % 2 of lanes (*, g / 2).
+DEVICE int pair_chunk(int half, int quarter, int g, int c) {
+    return 32 * (8 * half + quarter) + ((4 * g + (c ^ g >> 1)) ^ 4 * (quarter & 1));
 }
 
 // The second operand of `D k`: elements 8 part .. 8 part + 7 of a record's key that lane (*, c) takes.
 DEVICE int start_chunk(int record, int part, int c) {
-    return 16 * record + ((4 * part + c) ^ 4 * (record & 1));
+    return 32 * (4 * (record / 8) + part) + 4 * (record % 8) + c;
 }
 
 DEVICE Row start_row(const uint4* starts, int record, int c) {
@@ -139,32 +164,52 @@ DEVICE Row start_row(const uint4* starts, int record, int c) {
     return x;
 }
 
-// Keys as they are, of all records but KDA's.
-DEVICE void stage_keys(const char* ring, int start, int hist, int R, int thread) {
+// The power of two that makes a key, by its largest magnitude, one that fp16 has, but for elements below
+// 2^-28 of that; so that no key's square is beyond fp32 it is 2^40 at most.
+DEVICE float lift_for(u32 largest) {
+    const int n = 14 + 127 - (int)(largest >> 23);
+    return two_to(n < 40 ? n : 40);
+}
+
+// Keys of all records but KDA's, those of a delta rule lifted; a warp does four records at a time.
+DEVICE void stage_keys(const char* ring, int start, int hist, int R, int warp, int lane) {
     uint4* const pairs = (uint4*)(shared_memory + AT_PAIRS);
     uint4* const starts = (uint4*)(shared_memory + AT_STARTS);
+    float* const lifts = (float*)(shared_memory + AT_NORMS);
+    const int c = lane & 3, quarter = lane >> 2;
+    for (int four = warp; four < LR / 4; four += WARPS) {
+        float y[4][4];
+        auto record = [&](int n) { return 16 * (four / 4) + n / 2 * 8 + four % 4 * 2 + n % 2; };
 #pragma unroll
-    for (int first = 0; first < 8 * LR; first += THREADS) {
-        const int task = first + thread, c = task & 3, part = task >> 2 & 3, pair = task >> 4;
-        if (8 * LR % THREADS && task >= 8 * LR) break;
-        u32 w[2][4];
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            const int record = 2 * pair + n, past = start + record, row = past >= R ? past - R : past;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int at = row * K + column_of<RUN>(c, 8 * part + 4 * half);
-                const uint2 x = load4(ring + at * ACT_BYTES, record < hist);
-                w[n][2 * half] = x.x, w[n][2 * half + 1] = x.y;
-            }
-            if (DELTA) starts[start_chunk(record, part, c)] = make_uint4(w[n][0], w[n][1], w[n][2], w[n][3]);
+        for (int n = 0; n < 4; n++) {
+            const int past = start + record(n), row = past >= R ? past - R : past;
+            const int at = row * K + column_of<RUN>(c, 4 * quarter);
+            widen(load4(ring + at * ACT_BYTES, record(n) < hist), y[n]);
         }
-        u32 even[4], odd[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            even[i] = low_halves(w[0][i], w[1][i]), odd[i] = high_halves(w[0][i], w[1][i]);
-        pairs[pair_chunk(pair, part, 2 * c)] = make_uint4(even[0], even[1], even[2], even[3]);
-        pairs[pair_chunk(pair, part, 2 * c + 1)] = make_uint4(odd[0], odd[1], odd[2], odd[3]);
+        for (int n = 0; n < 4; n++) {
+            if (!DELTA) continue;
+            const float most =
+                fmaxf(fmaxf(fabsf(y[n][0]), fabsf(y[n][1])), fmaxf(fabsf(y[n][2]), fabsf(y[n][3])));
+            const float lift = lift_for(largest_of_lanes(bits(most)));
+#pragma unroll
+            for (int i = 0; i < 4; i++) y[n][i] *= lift;
+            if (lane == 0) lifts[record(n)] = lift;
+            uint2* const to = (uint2*)(starts + start_chunk(record(n), quarter / 2, c)) + quarter % 2;
+            if (HALF_OFFS) *to = make_uint2(pack_half(y[n][0], y[n][1]), pack_half(y[n][2], y[n][3]));
+            else
+                *to = make_uint2(high_halves(bits(y[n][0]), bits(y[n][1])),
+                                 high_halves(bits(y[n][2]), bits(y[n][3])));
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            u32 w[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                w[i] =
+                    high_halves(bits(y[i % 2 * 2][i / 2 * 2 + odd]), bits(y[i % 2 * 2 + 1][i / 2 * 2 + odd]));
+            pairs[pair_chunk(four / 4, quarter, 2 * c + odd, four % 4)] = make_uint4(w[0], w[1], w[2], w[3]);
+        }
     }
 }
 
@@ -202,11 +247,12 @@ DEVICE void stage_channels(int hist, int thread) {
                 y[n] = real((u32)keys[at] << 16) * fast_exp2(reach);
                 reach = fmaf(LOG2E, decays[at], reach);
             }
-            u32 terms[3];
-            cut_terms(y[0], y[1], terms);
+            u32 terms[FOLD_TERMS];
+            take_terms(y[0], y[1], terms);
+            const int chunk = pair_chunk(pair / 8, e / 4, 2 * c + e % 2, pair % 4);
 #pragma unroll
-            for (int t = 0; t < 3; t++)
-                pairs[t * LR * K / 2 + 4 * pair_chunk(pair, e / 8, 2 * c + e % 2) + e % 8 / 2] = terms[t];
+            for (int t = 0; t < FOLD_TERMS; t++)
+                pairs[t * LR * K / 2 + 4 * chunk + e % 4 / 2 * 2 + pair / 4 % 2] = terms[t];
         }
         ((float*)(shared_memory + AT_TOTAL))[channel] = fast_exp2(reach);
         if (!CORRECTS) continue;
@@ -216,8 +262,8 @@ DEVICE void stage_channels(int hist, int thread) {
             grown = fmaf(LOG2E, gate, grown);
             decays[record * K + channel] = fast_exp2(LOG2E * gate);
             const float y = real((u32)keys[record * K + channel] << 16) * fast_exp2(grown);
-            u32 terms[3];
-            cut_terms(y, 0.f, terms);
+            u32 terms[START_TERMS];
+            take_terms(y, 0.f, terms);
 #pragma unroll
             for (int t = 0; t < START_TERMS; t++)
                 starts[t * LR * K + 8 * start_chunk(record, e / 8, c) + e % 8] = (u16)terms[t];
@@ -229,30 +275,37 @@ DEVICE void stage_channels(int hist, int thread) {
 
 DEVICE float* matrix_row(int row) { return (float*)(shared_memory + AT_MATRIX) + row * MATRIX_STRIDE; }
 
-// Inverse lengths of GDN's keys, and their products with each other below the diagonal, a tile a warp.
-DEVICE void multiply_keys(bool l2norm, int warp, int lane) {
+// Products of GDN's keys with each other, of none above the diagonal, by one warp. They are exact, but for
+// the sums'.
+DEVICE void multiply_keys(int lane) {
     const uint4* const starts = (const uint4*)(shared_memory + AT_STARTS);
-    float* const norms = (float*)(shared_memory + AT_NORMS);
     const int g = lane >> 2, c = lane & 3;
-    for (int tile = warp; tile < RECORDS; tile += WARPS) {
-        float key[4][8];
-        widen(start_row(starts, 8 * tile + g, c), key);
-        const float n = l2norm ? inverse_root(squares(key) + 1e-6f) : 1.f;
-        if (c == 0) norms[8 * tile + g] = n;
-    }
-    if (!CORRECTS) return;
-    constexpr int TILES = RECORDS / 2 * (RECORDS / 2 + 1);  // 16 rows of 8 columns, none above the diagonal
-    for (int tile = TILES - 1 - warp; tile >= 0; tile -= WARPS) {
+    constexpr int TILES = RECORDS / 2 * (RECORDS / 2 + 1);  // 16 rows of 8 columns
+    for (int tile = 0; tile < TILES; tile++) {
         const int m = tile >= 2, n = m ? tile - 2 : tile;
-        float d[4] = {0, 0, 0, 0};
-        gram(d, start_row(starts, 16 * m + g, c), start_row(starts, 16 * m + 8 + g, c), true,
-             start_row(starts, 8 * n + g, c));
-        *(float2*)(matrix_row(16 * m + g) + 8 * n + 2 * c) = make_float2(d[0], d[1]);
-        *(float2*)(matrix_row(16 * m + 8 + g) + 8 * n + 2 * c) = make_float2(d[2], d[3]);
+        const Row x = start_row(starts, 16 * m + g, c), y = start_row(starts, 16 * m + 8 + g, c);
+        const Row z = start_row(starts, 8 * n + g, c);
+        float d[2][4] = {};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 rows[2][4] = {{x.block[i].x, y.block[i].x, x.block[i].y, y.block[i].y},
+                                    {x.block[i].z, y.block[i].z, x.block[i].w, y.block[i].w}};
+            const u32 columns[2][2] = {{z.block[i].x, z.block[i].y}, {z.block[i].z, z.block[i].w}};
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                if (HALF_OFFS) mma_half(d[j], rows[j], columns[j]);
+                else mma_bf16(d[j], rows[j], columns[j]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            *(float2*)(matrix_row(16 * m + 8 * i + g) + 8 * n + 2 * c) =
+                make_float2(d[0][2 * i] + d[1][2 * i], d[0][2 * i + 1] + d[1][2 * i + 1]);
     }
 }
 
-// The same of KDA's, each product with the decays between; a lane holds channels 4 lane .. 4 lane + 3.
+// Inverse lengths of KDA's keys, and their products with the decays between; a lane holds channels 4 lane ..
+// 4 lane + 3.
 DEVICE void multiply_channels(bool l2norm, int hist, int warp, int lane) {
     const u16* const keys = (const u16*)(shared_memory + AT_KEYS) + 4 * lane;
     const float* const decays = (const float*)(shared_memory + AT_DECAYS) + 4 * lane;
@@ -290,10 +343,14 @@ DEVICE void multiply_channels(bool l2norm, int hist, int warp, int lane) {
 // Weights of the records at the end, and the matrix that makes `d` of `D k`: less the inverse of
 // `I + M` times the diagonal of `beta` and, but for KDA, of decays since the start. Lane `lane` has record
 // `lane`, and column `lane` of the matrix.
-DEVICE void weigh(float gate, float beta, float A, int hist, int lane) {
+DEVICE void weigh(float gate, float beta, float A, bool l2norm, int hist, int lane) {
     const float* const norms = (const float*)(shared_memory + AT_NORMS);
     float* const weights = (float*)(shared_memory + AT_WEIGHTS);
-    const float norm = DELTA && lane < hist ? norms[lane] : 0.f, rate = DELTA ? 1.f : A;
+    const float rate = DELTA ? 1.f : A;
+    float norm = DELTA && lane < hist ? norms[lane] : 0.f;
+    if (DELTA && !KDA && lane < hist) {  // until here that of a key's lift
+        norm = l2norm ? inverse_root(fmaf(norm * norm, 1e-6f, matrix_row(lane)[lane])) : 1.f / norm;
+    }
     float weight = norm;
     if (!KDA) {
         const float later = shuffle(gate, (lane + 1) & 31);
@@ -304,16 +361,19 @@ DEVICE void weigh(float gate, float beta, float A, int hist, int lane) {
     }
     if (lane < LR) weights[lane] = lane < hist ? weight : 0.f;
 #if RULE != 0 && READ >= 0
+    float* const factors = (float*)(shared_memory + AT_NORMS);  // of rows, and base-two logarithms of decays
     const float since = beta * norm * (KDA ? 1.f : expf(sum_to(gate, lane)));
     const int j = lane % LR;
     float between = 0.f, column[LR];
     warp_sync();
+    if (lane < LR) factors[lane] = beta * norm, factors[LR + lane] = LOG2E * gate;
+    warp_sync();
 #pragma unroll
     for (int s = 0; s < LR; s++) {
-        const float gate_s = shuffle(gate, s), row = shuffle(beta * norm, s);
         const bool below = s > j && s < hist;
-        if (below) between += gate_s;
-        column[s] = below ? row * norm * matrix_row(s)[j] * (KDA ? 1.f : fast_exp2(LOG2E * between)) : 0.f;
+        between += below ? factors[LR + s] : 0.f;
+        const float factor = factors[s] * (KDA ? norm : norm * fast_exp2(between));
+        column[s] = below ? factor * matrix_row(s)[j] : 0.f;
     }
     warp_sync();
     if (lane < LR)
@@ -358,10 +418,41 @@ DEVICE void add_terms(float (&d)[4], float (&d_low)[4], const u32 (&a)[A_TERMS][
     mma_bf16(d, a[0], b[0]);
 }
 
+// What the read copy lacks of elements 8 part .. 8 part + 7 of the warp's rows, as two steps' operands. It is
+// exact in fp16, of fp16 values and a nearest code's: but for int8, whose scales are any, and there rounded
+// by 2^-20 of the row's largest value.
+template <class Values>
+DEVICE void take_off(u32 (&d)[2][OFF_TERMS][4], Values x, const State& state, const Read& read,
+                     const Scales& scales, int part, int c) {
+    if constexpr (HALF_OFFS && encodes_halves(READ)) {
+        const auto by = openers<READ_AS, RUN>(scales, c);
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            u32 off[4];
+            take_eight(off, state.codes[row] + 4 * part, read, by, row, 8 * part);
+#pragma unroll
+            for (int i = 0; i < 4; i++) d[i / 2][0][i % 2 * 2 + row] = off[i];
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int row = i % 2, e = 8 * part + i / 2 * 2;
+        const float scale = Read::PACKED ? scale_of<READ_AS, RUN>(scales, row, e / Read::SPAN, c) : 1.f;
+        const float y = fmaf(-unscaled(read, row, e), scale, x(row, e));
+        const float z = fmaf(-unscaled(read, row, e + 1), scale, x(row, e + 1));
+        u32 terms[OFF_TERMS];
+        if (HALF_OFFS) terms[0] = pack_half(y, z);
+        else take_terms(y, z, terms);
+#pragma unroll
+        for (int t = 0; t < OFF_TERMS; t++) d[i / 4][t][i % 4] = terms[t];
+    }
+}
+
 // `u` of the history plus what it lacks for having been solved from the read copy.
 template <class Values>
-DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const Read& read, const Scales& scales, int g,
-                    int c) {
+DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const State& state, const Read& read,
+                    const Scales& scales, int g, int c) {
     const uint4* const starts = (const uint4*)(shared_memory + AT_STARTS);
     float off[RECORDS][4];  // D k, of rows 2g and 2g + 1 and records 2c and 2c + 1
 #pragma unroll
@@ -369,68 +460,59 @@ DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const Read& read, const
 #pragma unroll
         for (int i = 0; i < 4; i++) off[r][i] = 0.f;
 #pragma unroll
-    for (int step = 0; step < 8; step++) {
+    for (int part = 0; part < 4; part++) {
         warp_sync();  // or more loads at once than there are registers for
-        u32 d[OFF_TERMS][4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int row = i % 2, e = 4 * step + i / 2 * 2;
-            const float scale = Read::PACKED ? scale_of<READ_AS, RUN>(scales, row, e / Read::SPAN, c) : 1.f;
-            u32 terms[3];
-            cut_terms(fmaf(-unscaled(read, row, e), scale, x(row, e)),
-                      fmaf(-unscaled(read, row, e + 1), scale, x(row, e + 1)), terms);
-#pragma unroll
-            for (int t = 0; t < OFF_TERMS; t++) d[t][i] = terms[t];
-        }
+        u32 d[2][OFF_TERMS][4];
+        take_off(d, x, state, read, scales, part, c);
 #pragma unroll
         for (int r = 0; r < RECORDS; r++) {
-            u32 keys[START_TERMS][2];
+            u32 keys[2][START_TERMS][2];
 #pragma unroll
             for (int t = 0; t < START_TERMS; t++) {
-                const uint4* const chunk = starts + t * LR * K / 8 + start_chunk(8 * r + g, step / 2, c);
-                const uint2 y = ((const uint2*)chunk)[step % 2];
-                keys[t][0] = y.x, keys[t][1] = y.y;
+                const uint4 y = starts[t * LR * K / 8 + start_chunk(8 * r + g, part, c)];
+                keys[0][t][0] = y.x, keys[0][t][1] = y.y, keys[1][t][0] = y.z, keys[1][t][1] = y.w;
             }
-            add_terms<OFF_TERMS, START_TERMS>(off[r], off[r], d, keys);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if (HALF_OFFS) mma_half(off[r], d[i][0], keys[i][0]);
+                else add_terms<OFF_TERMS, START_TERMS>(off[r], off[r], d[i], keys[i]);
+            }
         }
     }
     block_sync();  // the matrix is there
 #pragma unroll
     for (int half = 0; half < RECORDS / 2; half++) {
-        u32 a[3][4];
+        u32 a[CORRECTION_TERMS][4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float (&y)[4] = off[2 * half + i / 2];
-            u32 terms[3];
-            cut_terms(y[2 * (i % 2)], y[2 * (i % 2) + 1], terms);
+            u32 terms[CORRECTION_TERMS];
+            take_terms(y[2 * (i % 2)], y[2 * (i % 2) + 1], terms);
 #pragma unroll
-            for (int t = 0; t < 3; t++) a[t][i] = terms[t];
+            for (int t = 0; t < CORRECTION_TERMS; t++) a[t][i] = terms[t];
         }
 #pragma unroll
         for (int r = 2 * half; r < RECORDS; r++) {  // earlier records don't depend on these
-            u32 b[3][2];
+            u32 b[CORRECTION_TERMS][2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float2 y = *(const float2*)(matrix_row(8 * r + g) + 16 * half + 8 * i + 2 * c);
-                u32 terms[3];
-                cut_terms(y.x, y.y, terms);
+                u32 terms[CORRECTION_TERMS];
+                take_terms(y.x, y.y, terms);
 #pragma unroll
-                for (int t = 0; t < 3; t++) b[t][i] = terms[t];
+                for (int t = 0; t < CORRECTION_TERMS; t++) b[t][i] = terms[t];
             }
             float d[4] = {0, 0, 0, 0}, d_low[4] = {0, 0, 0, 0};
-            add_terms<3, 3>(d, d_low, a, b);
+            add_terms<CORRECTION_TERMS, CORRECTION_TERMS>(d, d_low, a, b);
 #pragma unroll
             for (int i = 0; i < 4; i++) u[r][i % 2][i / 2] += d[i] + d_low[i];
         }
     }
 }
 
-// The state's values after the history, `u [records 2c and 2c + 1 of a tile][rows 2g and 2g + 1]`.
-DEVICE void fold(float (&x)[2][32], const float (&u)[RECORDS][2][2], int g, int c) {
-    const uint4* const pairs = (const uint4*)(shared_memory + AT_PAIRS);
+// Weighted values of the records, as operands.
+DEVICE void weigh_values(u32 (&a)[RECORDS / 2][3][4], const float (&u)[RECORDS][2][2], int c) {
     const float* const weights = (const float*)(shared_memory + AT_WEIGHTS);
-    const float* const totals = (const float*)(shared_memory + AT_TOTAL);
-    u32 a[RECORDS / 2][3][4];
 #pragma unroll
     for (int r = 0; r < RECORDS; r++) {
         const float2 weight = *(const float2*)(weights + 8 * r + 2 * c);
@@ -442,42 +524,50 @@ DEVICE void fold(float (&x)[2][32], const float (&u)[RECORDS][2][2], int g, int 
             for (int t = 0; t < 3; t++) a[r / 2][t][2 * (r % 2) + row] = terms[t];
         }
     }
-    const float total = KDA ? 1.f : weights[LR];
-    constexpr int TILES = KDA || RECORDS == 4 ? 2 : 4;  // at once; a chunk of keys has four
+}
+
+// Result tiles 2 quarter and 2 quarter + 1 of records upon keys.
+DEVICE void add_records(float (&d)[2][4], float (&d_low)[2][4], const u32 (&a)[RECORDS / 2][3][4],
+                        int quarter, int g, int c) {
+    const uint4* const pairs = (const uint4*)(shared_memory + AT_PAIRS);
 #pragma unroll
-    for (int first = 0; first < 16; first += TILES) {
-        if (TILES == 2) warp_sync();  // as above
-        float d[TILES][4], d_low[TILES][4];
+    for (int half = 0; half < RECORDS / 2; half++) {
+        u32 b[2][FOLD_TERMS][2];
 #pragma unroll
-        for (int i = 0; i < TILES; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) d[i][e] = d_low[i][e] = 0.f;
-#pragma unroll
-        for (int half = 0; half < RECORDS / 2; half++) {
-            u32 b[TILES][FOLD_TERMS][2];
-#pragma unroll
-            for (int t = 0; t < FOLD_TERMS; t++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const uint4* const chunk =
-                        pairs + t * LR * K / 8 + pair_chunk(8 * half + 4 * i + c, first / 4, g);
-                    if (TILES == 4) {
-                        const uint4 y = *chunk;
-                        b[0][t][i] = y.x, b[1][t][i] = y.y, b[TILES - 2][t][i] = y.z,
-                        b[TILES - 1][t][i] = y.w;
-                    } else {
-                        const uint2 y = ((const uint2*)chunk)[first / 2 % 2];
-                        b[0][t][i] = y.x, b[1][t][i] = y.y;
-                    }
-                }
-#pragma unroll
-            for (int i = 0; i < TILES; i++) add_terms<3, FOLD_TERMS>(d[i], d_low[i], a[half], b[i]);
+        for (int t = 0; t < FOLD_TERMS; t++) {
+            const uint4 y = pairs[t * LR * K / 8 + pair_chunk(half, quarter, g, c)];
+            b[0][t][0] = y.x, b[0][t][1] = y.y, b[1][t][0] = y.z, b[1][t][1] = y.w;
         }
 #pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            const int e = 2 * (first + i);
-            float2 kept = make_float2(total, total);
-            if (KDA) kept = *(const float2*)(totals + column_of<RUN>(c, e));
+        for (int i = 0; i < 2; i++)
+            add_terms<3, FOLD_TERMS>(d[i], STATE == FP32 ? d_low[i] : d[i], a[half], b[i]);
+    }
+}
+
+// What a decay leaves of elements e and e + 1.
+DEVICE float2 kept_of(int c, int e) {
+    if (KDA) return *(const float2*)((const float*)(shared_memory + AT_TOTAL) + column_of<RUN>(c, e));
+    const float total = ((const float*)(shared_memory + AT_WEIGHTS))[LR];
+    return make_float2(total, total);
+}
+
+// The state's values after the history, `u [records 2c and 2c + 1 of a tile][rows 2g and 2g + 1]`.
+DEVICE void fold(float (&x)[2][32], const float (&u)[RECORDS][2][2], int g, int c) {
+    u32 a[RECORDS / 2][3][4];
+    weigh_values(a, u, c);
+#pragma unroll
+    for (int quarter = 0; quarter < 8; quarter++) {
+        if (KDA || RECORDS == 4) warp_sync();  // as above
+        float d[2][4], d_low[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) d[i][e] = d_low[i][e] = 0.f;
+        add_records(d, d_low, a, quarter, g, c);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int e = 4 * quarter + 2 * i;
+            const float2 kept = kept_of(c, e);
 #pragma unroll
             for (int row = 0; row < 2; row++) {
                 x[row][e] = fmaf(x[row][e], kept.x, d[i][2 * row] + d_low[i][2 * row]);
@@ -487,15 +577,55 @@ DEVICE void fold(float (&x)[2][32], const float (&u)[RECORDS][2][2], int g, int 
     }
 }
 
-// The warps' largest value.
-DEVICE float largest_of_warps(float x, float* maxima, int warp, int lane) {
+// The same of fp16 values where they lie; products start from what is kept.
+template <class Words>
+DEVICE void fold_halves(State& state, const float (&u)[RECORDS][2][2], int g, int c, Words words) {
+    u32 a[RECORDS / 2][3][4];
+    weigh_values(a, u, c);
 #pragma unroll
-    for (int d = 1; d < 32; d *= 2) x = fmaxf(x, shuffle_xor(x, d));
-    if (lane == 0) maxima[warp] = x;
+    for (int run = 0; run < 4; run++) {
+        float x[2][8];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float d[2][4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {  // tile j / 2, row j % 2
+                const u32 word = state.codes[j % 2][4 * run + 2 * i + j / 2];
+                const float2 kept = kept_of(c, 8 * run + 4 * i + j / 2 * 2);
+                d[j / 2][2 * (j % 2)] = kept.x * half_to_float((u16)word);
+                d[j / 2][2 * (j % 2) + 1] = kept.y * half_to_float((u16)(word >> 16));
+            }
+            add_records(d, d, a, 2 * run + i, g, c);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) x[j % 2][4 * i + j / 2 * 2 + e] = d[j / 2][2 * (j % 2) + e];
+        }
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            u32 y[4];
+            if (STOCHASTIC) {
+                warp_sync();  // one draw at a time, for want of registers
+                const Random random = words(row, 8 * run);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    y[i] = stochastic_pair(x[row][2 * i], x[row][2 * i + 1], random.w[i]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < 4; i++) y[i] = pack_half_held(x[row][2 * i], x[row][2 * i + 1]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) state.codes[row][4 * run + i] = y[i];
+        }
+    }
+}
+
+// The warps' largest value, of such as are not negative.
+DEVICE float largest_of_warps(float x, u32* maxima, int warp, int lane) {
+    const u32 largest = largest_of_lanes(bits(x));
+    if (lane == 0) maxima[warp] = largest;
     block_sync();
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) x = fmaxf(x, maxima[w]);
-    return x;
+    return real(largest_of_lanes(maxima[lane % WARPS]));
 }
 
 template <int FORMAT>
@@ -524,32 +654,51 @@ DEVICE Scales load_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, i64 slot, int
     return {{0, 0, 0, 0}, 1.f};
 }
 
-// Of two fp32 rows this lane's part on its way to the L2 cache: no registers hold it while keys are made
-// ready.
-DEVICE void prefetch_rows(const char* rows) {
-    prefetch(rows);
-    prefetch(rows + State::ROW_BYTES);
+// Where 16 bytes of a lane's rows of fp16 values lie in shared memory: run i % 4 of row i / 4. Only the lane
+// itself reads them.
+DEVICE uint4* staged(int warp, int lane, int i) {
+    return (uint4*)(shared_memory + AT_STATE) + 256 * warp + 32 * i + lane;
 }
 
-// Values to a copy of a state, of which `tile` then has them as stored.
-template <int FORMAT, bool STOCHASTICALLY, bool BEYOND, class Words>
-DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, float (&x)[2][32], i64 slot, int head,
-                       float* maxima, int warp, int lane, Words words) {
-    using T = Tile<FORMAT, RUN>;
-    const int g = lane >> 2, c = lane & 3, v = 16 * warp + 2 * g;
-    unsigned char* const scales = shared_memory + AT_SCALES + 128 * warp;
-    float largest[2][T::BLOCKS], scale = 1.f;
-    if (T::PACKED) {
-        const float most = block_maxima<FORMAT, RUN>(x, largest);
-        if (FORMAT == NVFP4) {
-            scale = head_scale(largest_of_warps(most, maxima, warp, lane));
-            if (warp == 0 && lane == 0) *head_scale_at(copy, slot, head) = scale;
-        }
-        warp_sync();  // the scales of another copy are written
+// Of the next head what is large on its way: the state to shared memory, the rest to the L2 cache.
+DEVICE void fetch_head(const FoldParams& p, const Flush& row, int head, int warp, int lane) {
+    const int v = 16 * warp + 2 * (lane >> 2);
+    const char* const codes = codes_at<STATE>(p.state, row.slot, head, 16 * warp);
+#pragma unroll
+    for (int i = 0; STAGED && i < 8; i++) {
+        const int at = (v % 16 + i / 4) * State::ROW_BYTES + (4 * (i % 4) + (lane & 3)) * 16;
+        copy_async(staged(warp, lane, i), codes + at, V % 16 == 0 || v < V);
     }
-    encode<FORMAT, STOCHASTICALLY, BEYOND, RUN>(tile, x, largest, scale, scales + 2 * g * T::SCALE_BYTES, c,
-                                                words);
-    if (V % 16 == 0 || v < V) store_codes(tile, codes_at<FORMAT>(copy, slot, head, v), c);
+    if (STAGED) copies_commit();
+    if (V % 16 && 16 * warp + 16 > V) return;
+    constexpr int LINES = 16 * State::ROW_BYTES / 128, READ_LINES = 16 * Read::ROW_BYTES / 128;
+    for (int i = lane; !STAGED && i < LINES; i += 32) prefetch(codes + 128 * i);
+    if (SPLIT && lane < READ_LINES)
+        prefetch(codes_at<READ_AS>(p.read, row.slot, head, 16 * warp) + 128 * lane);
+    if (lane >= row.hist) return;
+    const int past = row.start + lane, at = past >= p.R ? past - p.R : past;
+    prefetch((const char*)p.u + (row.ring * p.s_u + head * p.h_u + at * V + 16 * warp) * U_BYTES);
+    if (warp < 2)
+        prefetch((const char*)p.k +
+                 (row.ring * p.s_k + head / GROUP * p.h_k + at * K + warp * K / 2) * ACT_BYTES);
+}
+
+DEVICE void take_staged(State& state, int warp, int lane) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const uint4 x = *staged(warp, lane, i);
+        u32* const to = state.codes[i / 4] + i % 4 * 4;
+        to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    }
+}
+
+// A warp's rows of a copy from registers and, of scales, from shared memory.
+template <int FORMAT>
+DEVICE void store_rows(const Tile<FORMAT, RUN>& tile, const Copy& copy, i64 slot, int head,
+                       const unsigned char* scales, int warp, int lane) {
+    using T = Tile<FORMAT, RUN>;
+    const int v = 16 * warp + 2 * (lane >> 2);
+    if (V % 16 == 0 || v < V) store_codes(tile, codes_at<FORMAT>(copy, slot, head, v), lane & 3);
     if (!T::PACKED) return;
     warp_sync();
     constexpr int WORDS = T::SCALE_BYTES / 4;  // of a row
@@ -557,24 +706,76 @@ DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, float (&x)[2][
         ((u32*)scales_at<FORMAT>(copy, slot, head, 16 * warp))[lane] = ((const u32*)scales)[lane];
 }
 
+// NVFP4's scale of a head, by what is largest in this warp.
+DEVICE float store_head_scale(const Copy& copy, float most, i64 slot, int head, u32* maxima, int warp,
+                              int lane) {
+    const float scale = head_scale(largest_of_warps(most, maxima, warp, lane));
+    if (warp == 0 && lane == 0) *head_scale_at(copy, slot, head) = scale;
+    return scale;
+}
+
+// Values to a copy of a state, of which `tile` then has them as stored.
+template <int FORMAT, bool STOCHASTICALLY, class Words>
+DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, const float (&x)[2][32], i64 slot, int head,
+                       u32* maxima, int warp, int lane, Words words) {
+    using T = Tile<FORMAT, RUN>;
+    unsigned char* const scales = shared_memory + AT_SCALES + 128 * warp;
+    float largest[2][T::BLOCKS], scale = 1.f;
+    if (T::PACKED) {
+        const float most = block_maxima<FORMAT, RUN>(x, largest);
+        if (FORMAT == NVFP4) scale = store_head_scale(copy, most, slot, head, maxima, warp, lane);
+        warp_sync();  // the scales of another copy are written
+    }
+    encode<FORMAT, STOCHASTICALLY, RUN>(tile, x, largest, scale, scales + 2 * (lane >> 2) * T::SCALE_BYTES,
+                                        lane & 3, words);
+    store_rows<FORMAT>(tile, copy, slot, head, scales, warp, lane);
+}
+
+// The read copy of a state in fp16.
+template <int FORMAT>
+DEVICE void store_halves(const Copy& copy, State& state, i64 slot, int head, u32* maxima, int warp,
+                         int lane) {
+    using T = Tile<FORMAT, RUN>;
+    unsigned char* const scales = shared_memory + AT_SCALES + 128 * warp;
+    u32(&x)[2][16] = *(u32(*)[2][16])state.codes;
+    u32 largest[T::BLOCKS];
+    float scale = 1.f;
+    block_maxima<FORMAT, RUN>(x, largest);
+    if (FORMAT == NVFP4)
+        scale = store_head_scale(copy, largest_finite(largest), slot, head, maxima, warp, lane);
+    T tile;
+    encode_halves(tile, x, largest, scale, scales + 2 * (lane >> 2) * T::SCALE_BYTES, lane & 3);
+    store_rows<FORMAT>(tile, copy, slot, head, scales, warp, lane);
+}
+
+// Random words of the lane's elements, by row and first of eight elements.
+DEVICE auto random_words(const FoldParams& p, i64 slot, int head, int lane) {
+    const u32 first = (u32)(head * V + 16 * warp_id() + 2 * (lane >> 2)) * (K / 8);
+    const i64 seed = STOCHASTIC ? *p.rand_seed : 0;
+    return [=, &p](int r, int e) {
+        return philox(seed, first + r * (K / 8) + column_of<RUN>(lane & 3, e) / 8, (u32)slot, (u32)p.layer);
+    };
+}
+
 // Both copies of a head's new state. Slot, seed and lane are looked up anew, the lane by way of a shuffle:
 // the compiler would work out addresses before the fold, which has no registers for them.
-DEVICE void store_head(const FoldParams& p, int b, int head, float (&x)[2][32], State& state) {
-    const int warp = warp_id(), lane = shuffle(lane_id(), lane_id()), c = lane & 3;
-    float* const maxima = (float*)(shared_memory + AT_MAXIMA);
-    const u32 first = (u32)(head * V + 16 * warp + 2 * (lane >> 2)) * (K / 8);
-    const i64 slot = slot_of(p, b), seed = STOCHASTIC ? *p.rand_seed : 0;
-    auto words = [&](int r, int e) {
-        return philox(seed, first + r * (K / 8) + column_of<RUN>(c, e) / 8, (u32)slot, (u32)p.layer);
-    };
-    store_tile<STATE, STOCHASTIC, true>(state, p.state, x, slot, head, maxima, warp, lane, words);
+DEVICE void store_head(const FoldParams& p, int slot, int head, float (&x)[2][32], State& state) {
+    const int warp = warp_id(), lane = shuffle(lane_id(), lane_id());
+    u32* const maxima = (u32*)(shared_memory + AT_MAXIMA);
+    auto words = random_words(p, slot, head, lane);
+    if (HALVES) store_rows<STATE>(state, p.state, slot, head, 0, warp, lane);
+    else store_tile<STATE, STOCHASTIC>(state, p.state, x, slot, head, maxima, warp, lane, words);
     if (!SPLIT) return;
+    if constexpr (HALVES && encodes_halves(READ)) {
+        store_halves<READ>(p.read, state, slot, head, maxima + WARPS, warp, lane);
+    } else {
 #pragma unroll
-    for (int r = 0; r < 2; r++)
+        for (int r = 0; r < 2; r++)
 #pragma unroll
-        for (int e = 0; e < 32; e++) x[r][e] = decoded(state, r, e);
-    Read read;
-    store_tile<READ_AS, false, STATE != FP16>(read, p.read, x, slot, head, maxima + WARPS, warp, lane, words);
+            for (int e = 0; e < 32; e++) x[r][e] = decoded(state, r, e);
+        Read read;
+        store_tile<READ_AS, false>(read, p.read, x, slot, head, maxima + WARPS, warp, lane, words);
+    }
 }
 
 // Values of the history, zeros for what is none.
@@ -607,17 +808,14 @@ DEVICE void decode(float (&x)[2][32], const State& state, const Scales& scales, 
         }
 }
 
-DEVICE void fold_head(const FoldParams& p, int b, int head) {
+// Folds `head` of the listed row `item`, once what is large of it is on its way, and sends for that of
+// `next_head` of `next`, if there is one.
+DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int next_head) {
     const int warp = warp_id(), lane = shuffle(lane_id(), lane_id());  // as in store_head
     const int thread = 32 * warp + lane, g = lane >> 2, c = lane & 3;
-    const i64 ring = ring_of(p, b);
+    const auto [slot, ring, start, hist] = flushes()[item];
     const int v = 16 * warp + 2 * g, key_head = head / GROUP;
-    const int start = p.ring_start[ring], hist = p.hist_len[ring];
     const bool inside = V % 16 == 0 || v < V;
-    auto ring_row = [&](int j) {
-        const int row = start + j;
-        return row >= p.R ? row - p.R : row;
-    };
     const char* const k_ring = (const char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
     const char* const u_ring = (const char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES;
     const float* const g_ring = p.g + ring * p.s_g + head * p.h_g;
@@ -626,17 +824,16 @@ DEVICE void fold_head(const FoldParams& p, int b, int head) {
     if (KDA) fetch_channels(k_ring, g_ring, start, hist, p.R, thread);
     State state;
     Read read;
-    Scales scales;
-    if (STATE != FP32) scales = load_tile<STATE>(state, p.state, slot_of(p, b), head, v, c);
-    else if (inside) prefetch_rows(codes_at<STATE>(p.state, slot_of(p, b), head, v) + 128 * c);
-    Scales read_scales;
-    if (CORRECTS) read_scales = load_tile<READ_AS>(read, p.read, slot_of(p, b), head, v, c);
+    Scales scales, read_scales;
+    if (STATE != FP32 && !STAGED) scales = load_tile<STATE>(state, p.state, slot, head, v, c);
+    if (CORRECTS) read_scales = load_tile<READ_AS>(read, p.read, slot, head, v, c);
     float u[RECORDS][2][2];
     load_values(u, u_ring, start, inside ? hist : 0, p.R, v, c);
     float gate = 0.f, beta = 0.f, A = 0.f;
     if (warp == 0 && lane < hist) {
-        if (!KDA) gate = g_ring[ring_row(lane)];
-        if (CORRECTS) beta = p.beta[ring * p.s_beta + head * p.h_beta + ring_row(lane)];
+        const int past = start + lane, row = past >= p.R ? past - p.R : past;
+        if (!KDA) gate = g_ring[row];
+        if (CORRECTS) beta = p.beta[ring * p.s_beta + head * p.h_beta + row];
     }
     if (!DELTA) A = scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type);
 
@@ -645,39 +842,60 @@ DEVICE void fold_head(const FoldParams& p, int b, int head) {
         block_sync();
         stage_channels(hist, thread);
     } else {
-        stage_keys(k_ring, start, hist, p.R, thread);
+        stage_keys(k_ring, start, hist, p.R, warp, lane);
     }
-    if (DELTA) {
-        block_sync();
-        if (KDA) multiply_channels(p.l2norm, hist, warp, lane);
-        else multiply_keys(p.l2norm, warp, lane);
+    if (DELTA) block_sync();
+    if (KDA) {
+        multiply_channels(p.l2norm, hist, warp, lane);
         block_sync();
     }
-    if (warp == 0) weigh(gate, beta, A, hist, lane);
+    if (warp == 0) {
+        if (DELTA && !KDA) {
+            multiply_keys(lane);
+            warp_sync();
+        }
+        weigh(gate, beta, A, p.l2norm, hist, lane);
+    }
 
-    if (STATE == FP32) scales = load_tile<STATE>(state, p.state, slot_of(p, b), head, v, c);
+    if (STATE == FP32) scales = load_tile<STATE>(state, p.state, slot, head, v, c);
+    if (STAGED) {
+        copies_wait<0>();
+        take_staged(state, warp, lane);
+    }
     float x[2][32];
     if (State::PACKED) decode(x, state, scales, c);
     if (CORRECTS)
         correct(
-            u, [&](int r, int e) { return State::PACKED ? x[r][e] : unscaled(state, r, e); }, read,
+            u, [&](int r, int e) { return State::PACKED ? x[r][e] : unscaled(state, r, e); }, state, read,
             read_scales, g, c);
-    else block_sync();                                // the weights are there
-    if (!State::PACKED) decode(x, state, scales, c);  // late: 16-bit values lie two in a register
-    fold(x, u, g, c);
+    else block_sync();  // the weights are there
+    if (next_head >= 0) fetch_head(p, flushes()[next], next_head, warp, lane);
+    if (HALVES) {
+        fold_halves(state, u, g, c, random_words(p, flushes()[item].slot, head, lane));
+    } else {
+        if (!State::PACKED) decode(x, state, scales, c);  // late: 16-bit values lie two in a register
+        fold(x, u, g, c);
+    }
     warp_sync();
-    store_head(p, b, head, x, state);
+    store_head(p, flushes()[item].slot, head, x, state);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     replay_fold(const __grid_constant__ FoldParams p) {
     await_previous();  // first: the step's rows that do not flush wait for this kernel's start alone
     let_next_start();
-    int item = grid_x();  // one head of a flushing row, numbered over all chunks
+    const int rows = grid_size() / p.HV, heads = grid_size() % p.HV;  // from one head to the next
+    int row = grid_x() / p.HV, head = grid_x() % p.HV;                // rows are numbered over all chunks
     for (int first = 0; first < p.B; first += CHUNK) {
         list_flushes(p, first);
-        for (; item < listed()[1] * p.HV; item += grid_size()) {
-            fold_head(p, listed()[2 + item / p.HV - listed()[0]], item % p.HV);
+        bool fetched = false;
+        while (row < listed()[1]) {
+            const int at = row - listed()[0], now = head;
+            if (!fetched) fetch_head(p, flushes()[at], head, warp_id(), lane_id());
+            row += rows, head += heads;
+            if (head >= p.HV) row++, head -= p.HV;
+            fetched = row < listed()[1];
+            fold_head(p, at, now, row - listed()[0], fetched ? head : -1);
             block_sync();
         }
     }

@@ -36,7 +36,7 @@ FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "fp8": 3, "int8": 4, "nvfp4": 5, "mx
 """As `formats.cuh` numbers them."""
 _THREADS_HELD = 512
 """Of a multiprocessor, with the registers that keep a state in them."""
-_ROWS_AT_ONCE = 4
+_ROWS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,15 @@ class FoldConfig:
         kda, corrects = self.rule is Rule.KDA, self.rule is not Rule.MAMBA2 and self.read is not None
         records = 8 * self.records
         keys = records * KEY_DIM * ACTIVATION_BYTES
-        copies = 1 if self.rule is Rule.MAMBA2 else 2
+        copies, terms = 1 if self.rule is Rule.MAMBA2 else 2, 3 if self.state == "fp32" else 2
         if kda:
-            copies = 3 + 1 + 2 + ((3 if self.state == "fp32" else 2) if corrects else 0)
+            copies = 3 + 1 + 2 + (terms if corrects else 0)
         shared = copies * keys + (4 * KEY_DIM if kda else 0)
-        shared += 4 * records * (records + 4) if corrects else 0
-        shared += 4 * records + 4 * (records + 4)
+        shared += 4 * records * (records + 4) if corrects or self.rule is Rule.GDN else 0
+        shared += 2 * 4 * records + 4 * (records + 4)
         shared += (2 * self.warps + 3) // 4 * 16 + 128 * self.warps
-        return shared + 4 * _ROWS_AT_ONCE * self.warps * (1 + WARP) + 8
+        shared += 2 * UNIT * KEY_DIM * self.warps if self.state == "fp16" and self.warps <= 8 else 0
+        return shared + _ROWS_AT_ONCE * self.warps * (4 + 16 * WARP) + 8
 
 
 class Copy(ctypes.Structure):

@@ -263,9 +263,8 @@ DEVICE u32 code_of(float x, float q, u32 chance) {
 }
 
 // The lane's values in the format, and its blocks' scales in `scales`, where rows 2g and 2g + 1 of 16 lie.
-// `words(r, e)` are the Random ones of elements e .. e + 7 of row r; `head` is NVFP4's scale. Without
-// BEYOND none is finite and larger than LARGEST.
-template <int FORMAT, bool STOCHASTICALLY, bool BEYOND, int RUN, class Words>
+// `words(r, e)` are the Random ones of elements e .. e + 7 of row r; `head` is NVFP4's scale.
+template <int FORMAT, bool STOCHASTICALLY, int RUN, class Words>
 DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
                    const float (&largest)[2][Tile<FORMAT, RUN>::BLOCKS], float head, unsigned char* scales,
                    int c, Words words) {
@@ -314,12 +313,10 @@ DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
                 u32 code = 0;
                 if (FORMAT == FP32) {
                     code = bits(y);
-                } else if (FORMAT == FP16 && STOCHASTICALLY) {
-                    if (i % 2) code = stochastic_pair(x[r][e - 1], y, random.w[i / 2]);
                 } else if (FORMAT <= FP16) {
                     code = (u32)narrow(y, FORMAT) << e * BITS % 32;
                 } else {
-                    const float size = BEYOND ? fminf(fabsf(y), LARGEST) : fabsf(y);
+                    const float size = fminf(fabsf(y), LARGEST);
                     float q;
                     if (FORMAT == INT8) q = size / divisors[0].number;
                     else if (FORMAT != NVFP4) q = multiply_flushed(size, divisors[e / T::SPAN].power);
@@ -340,4 +337,233 @@ DEVICE void encode(Tile<FORMAT, RUN>& tile, const float (&x)[2][32],
             for (int i = 0; i < (MINE + 31) / 32; i++) tile.codes[r][block * MINE / 32 + i] &= kept;
         }
     }
+}
+
+// ---- fp16 values, two to a word: those of a lane's two rows ----
+
+// Largest magnitudes of a format's blocks, as the lanes that share them have them, two blocks to a word; NaN
+// where there is one.
+template <int FORMAT, int RUN>
+DEVICE void block_maxima(const u32 (&x)[2][16], u32 (&largest)[Tile<FORMAT, RUN>::BLOCKS]) {
+    using T = Tile<FORMAT, RUN>;
+    constexpr int WORDS = T::SPAN / 2;
+#pragma unroll
+    for (int i = 0; i < T::BLOCKS; i++) {
+        u32 of[2];
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const int row = (2 * i + n) / T::BLOCKS, first = (2 * i + n) % T::BLOCKS * WORDS;
+            of[n] = larger_half_size(x[row][first], x[row][first + 1]);
+#pragma unroll
+            for (int j = 2; j < WORDS; j++) of[n] = larger_half_size(of[n], x[row][first + j]);
+        }
+        u32 most = larger_half_size(low_halves(of[0], of[1]), high_halves(of[0], of[1]));
+#pragma unroll
+        for (int d = 1; d < T::SHARERS; d *= 2)
+            most = larger_half_size(most, bits(shuffle_xor(real(most), d)));
+        largest[i] = most;
+    }
+}
+
+// The largest that is finite.
+template <int N>
+DEVICE float largest_finite(const u32 (&largest)[N]) {
+    u32 most = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) most = larger_half(most, fma_half(largest[i], 0, largest[i]));
+    return fmaxf(half_to_float((u16)most), half_to_float((u16)(most >> 16)));
+}
+
+// A block's scale in NVFP4, as stored. By a sixth less 2^-18 of it, what is six times a number of four bits
+// comes out just below that, and what is more, by 2^-11 of it at least, above.
+DEVICE u32 scale_code_of_half(float largest, float inverse_head) {
+    const u32 sixth = bits(multiply_down(largest * inverse_head, 1.25385578e-37f));  // by 2^-120, as E4M3
+    const u32 code = sixth + 0xfffffu >> 20;
+    return code > 1 ? code : 1;
+}
+
+DEVICE u32 twice(float x) { return pack_half_held(x, x); }
+
+// Reciprocals of eight times a block's scale that fp16 has in two terms; for others, and for NaN of a block
+// that is to be zeros, values and reciprocal are changed until it has.
+DEVICE bool has_terms(float reciprocal) { return reciprocal >= 0x1p-7f && reciprocal <= 0x1p15f; }
+template <int WORDS>
+DEVICE void fit_block(u32* x, float& reciprocal) {
+    if (reciprocal != reciprocal) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) x[i] = 0;
+        reciprocal = 1.f;
+    }
+    while (!has_terms(reciprocal)) {  // what a product by 2^-8 loses is less than 2^-10 of the scale
+        const bool large = reciprocal > 1.f;
+        reciprocal *= large ? 0x1p-15f : 0x1p8f;
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) x[i] = fma_half(x[i], large ? 0x78007800u : 0x1c001c00u, 0x80008000u);
+    }
+}
+
+// Eighths of quotients by NVFP4's scales, and by powers of two. A quotient that fp16 rounds from the first,
+// true to 2^-19 before, is a tie of E2M1 where the exact one is and on the same side of it elsewhere: a value
+// of 11 bits is off a tie, a product of seven, by more than fp16's rounding of the quotient.
+struct Reciprocal {
+    u32 number, rest;  // fp16 twice each
+};
+DEVICE Reciprocal terms_of(float x) {
+    const u32 number = twice(x);
+    return {number, twice(x - half_to_float((u16)number))};
+}
+template <int FORMAT>
+DEVICE u32 eighths(u32 x, Reciprocal by) {
+    const u32 rest = FORMAT == NVFP4 ? fma_half(x, by.rest, 0x80008000u) : 0x80008000u;
+    return fma_half(x, by.number, rest);
+}
+
+// E2M1's codes, to nearest, of two numbers by their eighths. Codes are linear between 0, 2, 4 and 6, less and
+// less steep, and even there: the code is the least of three linear functions, rounded, and fp16's last bits
+// round as codes do.
+DEVICE u32 nearest_pair(u32 eighth) {
+    const u32 low = fma_half_size(eighth, 0x00100010u, 0);  // 2^-20, in fp16's units of 2^-24
+    const u32 middle = fma_half_size(eighth, 0x00080008u, 0x00020002u);
+    const u32 high = fma_half_size(eighth, 0x00040004u, 0x00040004u);
+    return smaller_half(smaller_half(low, middle), high);
+}
+// Eight of them to a word, with the signs of `x`.
+DEVICE u32 join_codes(const u32 (&code)[4], const u32* x) {
+    u32 pairs[2];  // bytes of elements 0, 2, 1 and 3, 4, 6, 5 and 7
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const u32 negative = permute_signs(x[2 * i], x[2 * i + 1], 0x7351);
+        pairs[i] = code[2 * i + 1] * 256 + code[2 * i] | (negative & 0x08080808u);
+    }
+    return permute(pairs[0], pairs[1], 0x7632) * 16 + permute(pairs[0], pairs[1], 0x5410);
+}
+
+constexpr bool encodes_halves(int format) { return format == FP8 || format >= NVFP4; }
+
+// As `encode` to nearest does, of fp16 values, which are lost; with `largest` of them.
+template <int RUN>
+DEVICE void encode_halves(Tile<FP8, RUN>& tile, u32 (&x)[2][16], const u32 (&largest)[1], float,
+                          unsigned char* scales, int c) {
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        const float a = half_to_float((u16)(largest[0] >> 16 * row));
+        const bool finite = a <= 65504.f;
+        int n = exponent_for(finite ? a : 0.f, 448.f);
+        if (c == 0) *(float*)(scales + 4 * row) = finite ? two_to(n) : real(NAN_BITS);
+        for (; n < -15; n += 15)  // 2^15 is the largest power of two that fp16 has
+#pragma unroll
+            for (int j = 0; j < 16; j++) x[row][j] = fma_half(x[row][j], 0x78007800u, 0x80008000u);
+        const u32 power = twice(two_to(-n));
+#pragma unroll
+        for (int j = 0; j < 16; j++) x[row][j] = fma_half(x[row][j], power, 0x80008000u);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            tile.codes[row][j] = finite ? close_e4m3(x[row][2 * j], x[row][2 * j + 1]) : 0;
+    }
+}
+
+// Of four-bit formats: a lane's blocks are runs of eight.
+template <int FORMAT, int RUN>
+DEVICE void encode_halves(Tile<FORMAT, RUN>& tile, u32 (&x)[2][16], const u32 (&largest)[4], float head,
+                          unsigned char* scales, int c) {
+    using T = Tile<FORMAT, RUN>;
+    static_assert(T::SPAN == 8 && T::SHARERS == (FORMAT == NVFP4 ? 2 : 4), "runs of eight");
+    float reciprocals[2][4];
+    if (FORMAT == NVFP4) {  // of the two lanes that share blocks each works out a row's scales
+        const int row = c & 1;
+        const float inverse_head = real((254u << 23) - bits(head)), eight_heads = 8.f * head;
+#pragma unroll
+        for (int block = 0; block < 4; block++) {
+            const u32 pair = row ? largest[2 + block / 2] : largest[block / 2];
+            const float a = half_to_float((u16)(pair >> 16 * (block % 2)));
+            const bool finite = a <= 65504.f;
+            const u32 code = scale_code_of_half(a, inverse_head);
+            const float y = fast_reciprocal(value_of_e4m3(0, code) * eight_heads);
+            scales[row * T::SCALE_BYTES + block_of<FORMAT, RUN>(c, block)] =
+                (unsigned char)(finite ? code : 0x7f);
+            const float mine = finite ? y : real(NAN_BITS), other = shuffle_xor(mine, 1);
+            reciprocals[0][block] = row ? other : mine, reciprocals[1][block] = row ? mine : other;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int row = i / 4, block = i % 4;
+            const float a = half_to_float((u16)(largest[i / 2] >> 16 * (i % 2)));
+            const bool finite = a <= 65504.f;
+            const int n = exponent_for(finite ? a : 0.f, 6.f);
+            if (c == 0) scales[row * T::SCALE_BYTES + block] = (unsigned char)(finite ? n + 127 : 255);
+            reciprocals[row][block] = finite ? two_to(-n - 3) : real(NAN_BITS);
+        }
+    }
+    bool fit = true;
+#pragma unroll
+    for (int i = 0; i < 8; i++) fit = fit && has_terms(reciprocals[i / 4][i % 4]);
+    if (!fit)
+#pragma unroll
+        for (int i = 0; i < 8; i++) fit_block<4>(x[i / 4] + i % 4 * 4, reciprocals[i / 4][i % 4]);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        warp_sync();  // one block at a time, for want of registers
+        const Reciprocal by = terms_of(reciprocals[i / 4][i % 4]);
+        const u32* const mine = x[i / 4] + i % 4 * 4;
+        u32 codes[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) codes[k] = nearest_pair(eighths<FORMAT>(mine[k], by));
+        tile.codes[i / 4][i % 4] = join_codes(codes, mine);
+    }
+}
+
+// What multiplies opened codes one after the other, to be their values negated: fp16 twice each. All products
+// are exact, but that scales below fp16's numbers are zeros; no fp16 value above 2^-24 has such.
+template <int FORMAT, int RUN>
+struct Openers {
+    u32 first[2][Tile<FORMAT, RUN>::BLOCKS], second[2][Tile<FORMAT, RUN>::BLOCKS];
+};
+template <int FORMAT, int RUN>
+DEVICE Openers<FORMAT, RUN> openers(const Scales& x, int c) {
+    using T = Tile<FORMAT, RUN>;
+    Openers<FORMAT, RUN> y;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if constexpr (FORMAT == NVFP4) {
+            static_assert(T::SHARERS == 2 && T::BLOCKS == 4, "every second block of a row is a lane's");
+            u32 pair[2];
+            open_e4m3(permute(x.words[2 * r], x.words[2 * r + 1], c < 2 ? 0x6420 : 0x7531), pair[0], pair[1]);
+            const u32 head = twice(x.head * -1024.f);
+#pragma unroll
+            for (int block = 0; block < 4; block++) {
+                if (block % 2 == 0) pair[block / 2] = fma_half(pair[block / 2], 0x2c002c00u, 0x80008000u);
+                y.first[r][block] = permute(pair[block / 2], 0, block % 2 ? 0x3232 : 0x1010);
+                y.second[r][block] = head;
+            }
+        } else {
+#pragma unroll
+            for (int block = 0; block < T::BLOCKS; block++) {
+                y.first[r][block] = FORMAT == FP8 ? 0x20002000u : 0x50005000u;  // 2^-7, 2^5
+                const float scale = scale_of<FORMAT, RUN>(x, r, block, c);
+                y.second[r][block] = twice(scale * (FORMAT == FP8 ? -128.f : -2.f));
+            }
+        }
+    }
+    return y;
+}
+
+// Eight values, less those of codes from element e of row r on.
+template <int FORMAT, int RUN>
+DEVICE void take_eight(u32 (&off)[4], const u32* values, const Tile<FORMAT, RUN>& tile,
+                       const Openers<FORMAT, RUN>& by, int r, int e) {
+    using T = Tile<FORMAT, RUN>;
+    const u32* const x = tile.codes[r] + e * T::BITS / 32;
+    u32 low = x[0], high = x[T::BITS == 4 ? 0 : 1];
+    if (T::BITS == 4) {  // as e4m3 they are by 2^-6
+        const u32 even = (x[0] << 2 & 0x1c1c1c1cu) | (x[0] << 4 & 0x80808080u);
+        const u32 odd = (x[0] >> 2 & 0x1c1c1c1cu) | (x[0] & 0x80808080u);
+        low = permute(even, odd, 0x5140), high = permute(even, odd, 0x7362);
+    }
+    u32 code[4];
+    open_e4m3(low, code[0], code[1]), open_e4m3(high, code[2], code[3]);
+    const int block = e / T::SPAN;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        off[i] = fma_half(fma_half(code[i], by.first[r][block], 0x80008000u), by.second[r][block], values[i]);
 }

@@ -35,16 +35,57 @@ DEVICE u16 float_to_bfloat(float x) {  // to nearest even
     return y;
 }
 
-// Two fp16 values to a word, rounded to nearest even: from fp32, the first in the low half; a * b + c; and
-// the four e4m3 values of a word, exactly.
+// Two bf16 values to a word, and two fp16 values, rounded to nearest even: from fp32, the first in the low
+// half; a * b + c; and the four e4m3 values of a word, exactly.
+DEVICE u32 pack_bfloat(float first, float second) {
+    u32 x;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+    return x;
+}
 DEVICE u32 pack_half(float first, float second) {
     u32 x;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
     return x;
 }
+DEVICE u32 pack_half_held(float first, float second) {  // what is beyond becomes the largest
+    u32 x;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(second), "f"(first));
+    return x;
+}
 DEVICE u32 fma_half(u32 a, u32 b, u32 c) {
     u32 d;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+DEVICE u32 fma_half_size(u32 a, u32 b, u32 c) {  // of |a|
+    u32 d;
+    asm("{.reg .b32 s;\n"
+        "abs.f16x2 s, %1;\n"
+        "fma.rn.f16x2 %0, s, %2, %3;}"
+        : "=r"(d)
+        : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+// Of two fp16 values each, the larger magnitudes, NaN if either is; the larger and the smaller numbers, of a
+// NaN and a number this.
+DEVICE u32 larger_half_size(u32 a, u32 b) {
+    u32 d;
+    asm("{.reg .b32 s, t;\n"
+        "abs.f16x2 s, %1;\n"
+        "abs.f16x2 t, %2;\n"
+        "max.NaN.f16x2 %0, s, t;}"
+        : "=r"(d)
+        : "r"(a), "r"(b));
+    return d;
+}
+DEVICE u32 larger_half(u32 a, u32 b) {
+    u32 d;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+DEVICE u32 smaller_half(u32 a, u32 b) {
+    u32 d;
+    asm("min.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
 DEVICE void open_e4m3(u32 x, u32& first, u32& second) {
@@ -82,6 +123,27 @@ DEVICE u32 signed_larger(u32 x, u32 y) {
     return z;
 }
 
+// The e4m3 codes nearest to four fp16 values, ties to the even one, which are no larger than 448.
+DEVICE u32 close_e4m3(u32 first, u32 second) {
+    u32 x;
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 l, h;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 l, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f16x2 h, %2;\n"
+        "mov.b32 %0, {l, h};}"
+        : "=r"(x)
+        : "r"(first), "r"(second));
+#else
+    auto close = [](u32 y) {  // by 2^-120 fp32's smallest normal number is e4m3's
+        const u32 code = bits(half_to_float((u16)(y & 0x7fffu)) * 7.52316385e-37f);
+        return code + 0x7ffffu + (code >> 20 & 1) >> 20 | (y >> 8 & 0x80u);
+    };
+    x = close(first & 0xffffu) | close(first >> 16) << 8 | close(second & 0xffffu) << 16 |
+        close(second >> 16) << 24;
+#endif
+    return x;
+}
+
 // Sums and products as they stand, each rounded once: to nearest and never fused, towards zero, up (for
 // positive numbers), with numbers below the normal range taken as zeros.
 DEVICE float plus(float x, float y) { return __fadd_rn(x, y); }
@@ -100,12 +162,19 @@ DEVICE float larger(float x, float y) {  // NaN if either is
 }
 
 DEVICE u32 permute(u32 x, u32 y, u32 selector) { return __byte_perm(x, y, selector); }
+// Bytes of all ones where bytes of `x` and `y`, chosen as by `permute`, have their first bit, else of zeros.
+DEVICE u32 permute_signs(u32 x, u32 y, u32 selector) {
+    u32 z;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(selector | 0x8888u));
+    return z;
+}
 
 DEVICE u32 high_product(u32 a, u32 b) { return __umulhi(a, b); }
 
 DEVICE float shuffle(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE int shuffle(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE u32 largest_of_lanes(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 DEVICE u32 votes(bool x) { return __ballot_sync(0xffffffffu, x); }
 DEVICE int bit_count(u32 x) { return __popc(x); }
 DEVICE int first_bit(u32 x) { return __ffs(x) - 1; }

@@ -204,7 +204,9 @@ def heads() -> torch.Tensor:
 
 @runs_emulated
 @pytest.mark.parametrize(
-    "precision", ["nvfp4/fp32", "mxfp4/fp32", "fp8/fp32", "int8/fp32", "fp8/bf16", "fp16/fp8", "bf16/nvfp4"]
+    "precision",
+    ["nvfp4/fp32", "mxfp4/fp32", "fp8/fp32", "int8/fp32", "fp8/bf16", "fp16/fp8", "bf16/nvfp4"]
+    + ["nvfp4/fp16", "mxfp4/fp16", "fp8/fp16", "int8/fp16"],
 )
 def test_every_kind_of_number(precision: str, emulate: None) -> None:
     """Records that change nothing, so that a fold is a rounding of what was stored: bit for bit torch's."""
@@ -214,6 +216,41 @@ def test_every_kind_of_number(precision: str, emulate: None) -> None:
     kernels.store_states(case.state, heads())
     want = case.expected(list(range(5)))
     case.fold(StepIndex(), (5, 2))
+    assert same_copies(case, want)
+
+
+def half_heads() -> torch.Tensor:
+    """Heads `[slots, 2, 24, 128]` of fp16 numbers around every tie of E2M1, under each mantissa of a scale.
+
+    Of a block of 16 the first is the largest, six times the scale; the others run through all fp16 numbers
+    from an eighth of the scale on.
+    """
+    scales = torch.arange(8, 16) * 2.0**-5
+    codes = torch.arange(torch.tensor(2.0**-5).half().view(torch.int16), 6 * 1024 + 15 * 1024)
+    numbers = codes.to(torch.int16).view(torch.float16).float()
+    blocks = []
+    for number, scale in enumerate(scales):
+        own = numbers[(numbers >= scale / 8) & (numbers <= 6 * scale)]
+        own = torch.nn.functional.pad(own, (0, -len(own) % 15)).view(-1, 15)
+        signs = (-1.0) ** (torch.arange(len(own))[:, None] + torch.arange(15))
+        own = torch.cat([torch.full((len(own), 1), 6.0 * float(scale)), own * signs], -1)
+        blocks.append(own * 2.0 ** (torch.arange(len(own))[:, None] % 9 - number))
+    every = torch.cat(blocks)
+    rows = torch.nn.functional.pad(every, (0, 0, 0, -len(every) % (2 * 24 * 8)))
+    return rows.view(-1, 2, 24, 128)
+
+
+@runs_emulated
+@pytest.mark.parametrize("precision", ["nvfp4/fp16", "mxfp4/fp16"])
+def test_every_half(precision: str, emulate: None) -> None:
+    """Of fp16 states: what rounds to each code, and what is next to it, in torch's codes."""
+    values = half_heads()
+    case = make_case("mamba2", precision, slots=len(values))
+    for ring in case.rings.values():
+        ring.zero_()
+    kernels.store_states(case.state, values)
+    want = case.expected(list(range(len(values))))
+    case.fold(StepIndex(), (len(values), 2))
     assert same_copies(case, want)
 
 

@@ -120,6 +120,13 @@ DEVICE u16 float_to_bfloat(float x) {
 DEVICE u32 pack_half(float first, float second) {
     return float_to_half(first) | (u32)float_to_half(second) << 16;
 }
+DEVICE u32 pack_bfloat(float first, float second) {
+    return float_to_bfloat(first) | (u32)float_to_bfloat(second) << 16;
+}
+DEVICE u32 pack_half_held(float first, float second) {
+    auto held = [](float x) { return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x; };
+    return pack_half(held(first), held(second));
+}
 DEVICE u32 pack_half_down(float first, float second) {
     u32 word = 0;
     for (float x : {second, first}) {
@@ -149,6 +156,20 @@ DEVICE u32 fma_half(u32 a, u32 b, u32 c) {
     }
     return d;
 }
+DEVICE u32 fma_half_size(u32 a, u32 b, u32 c) { return fma_half(a & 0x7fff7fffu, b, c); }
+// Of two fp16 values each, by a function of two numbers.
+template <class F>
+DEVICE u32 by_halves(u32 a, u32 b, F f) {
+    const float low = f(half_to_float((u16)a), half_to_float((u16)b));
+    return pack_half(low, f(half_to_float((u16)(a >> 16)), half_to_float((u16)(b >> 16))));
+}
+DEVICE u32 larger_half_size(u32 a, u32 b) {
+    return by_halves(a & 0x7fff7fffu, b & 0x7fff7fffu, [](float x, float y) {
+        return x != x || y != y ? NAN : x > y ? x : y;
+    });
+}
+DEVICE u32 larger_half(u32 a, u32 b) { return by_halves(a, b, fmaxf); }
+DEVICE u32 smaller_half(u32 a, u32 b) { return by_halves(a, b, fminf); }
 DEVICE float e4m3_to_float(u32 x) {
     const int exponent = x >> 3 & 15, mantissa = x & 7;
     if ((x & 127) == 127) return NAN;
@@ -158,6 +179,17 @@ DEVICE float e4m3_to_float(u32 x) {
 DEVICE void open_e4m3(u32 x, u32& first, u32& second) {
     first = pack_half(e4m3_to_float(x & 255), e4m3_to_float(x >> 8 & 255));
     second = pack_half(e4m3_to_float(x >> 16 & 255), e4m3_to_float(x >> 24));
+}
+DEVICE u32 close_e4m3(u32 first, u32 second) {
+    u32 codes = 0;
+    for (int i = 0; i < 4; i++) {
+        const u16 x = (u16)((i < 2 ? first : second) >> 16 * (i % 2));
+        const float size = fabsf(half_to_float(x));
+        const int exponent = size < 0.015625f ? -6 : ilogbf(size);  // ldexpf and nearbyintf are exact here
+        const u32 code = (u32)nearbyintf(ldexpf(size, 3 - exponent)) + 8 * (exponent + 6);
+        codes |= ((size == size ? code : 127) | (x >> 8 & 128)) << 8 * i;
+    }
+    return codes;
 }
 DEVICE float plus(float x, float y) { return x + y; }
 // A product, which a double holds, as the fp32 number next to it on one side; NaN has the GPU's bits.
@@ -187,6 +219,9 @@ DEVICE u32 permute(u32 x, u32 y, u32 selector) {
     for (int i = 0; i < 4; i++) z |= (u32)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return z;
 }
+DEVICE u32 permute_signs(u32 x, u32 y, u32 selector) {
+    return (permute(x, y, selector) >> 7 & 0x01010101u) * 255;
+}
 DEVICE u32 high_product(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 
 // What this lane gives the others of its warp, and what each of them has given.
@@ -201,6 +236,12 @@ DEVICE float shuffle(float x, int from) {
     return posted()[from & 31][0];
 }
 DEVICE float shuffle_xor(float x, int mask) { return shuffle(x, lane_id() ^ mask); }
+DEVICE u32 largest_of_lanes(u32 x) {
+    *post() = real(x);
+    warp::meet();
+    for (int i = 0; i < 32; i++) x = bits(posted()[i][0]) > x ? bits(posted()[i][0]) : x;
+    return x;
+}
 DEVICE u32 votes(bool x) {
     *post() = x;
     warp::meet();
