@@ -281,7 +281,7 @@ DEVICE float sum_to(float x, int lane) {
 
 // ---- rounding of the recurrence copy ----
 
-// Philox 4x32-10 at counter (element / 8, slot, layer, 0): 16 bits for each of eight elements.
+// Philox 4x32-7 at counter (element / 8, slot, layer, 0): 16 bits for each of eight elements.
 struct Random {
     u32 w[4];
 };
@@ -292,7 +292,7 @@ DEVICE u32 chance_of(const Random& random, int i) {
 DEVICE Random philox(i64 seed, u32 c0, u32 c1, u32 c2) {
     u32 k0 = (u32)seed, k1 = (u32)((u64)seed >> 32), c3 = 0;
 #pragma unroll
-    for (int round = 0; round < 10; round++) {
+    for (int round = 0; round < 7; round++) {
         u32 a = high_product(0xD2511F53u, c0), b = 0xD2511F53u * c0;
         u32 d = high_product(0xCD9E8D57u, c2), e = 0xCD9E8D57u * c2;
         c0 = d ^ c1 ^ k0, c2 = a ^ c3 ^ k1, c1 = e, c3 = b;

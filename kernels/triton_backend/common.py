@@ -96,17 +96,18 @@ def random_words(rand_seed, slot, layer, row, K: tl.constexpr, BK: tl.constexpr)
     As `replayssm.kernels.torch_backend.rounding` defines them.
     """
     seed = tl.load(rand_seed)
+    ROUNDS: tl.constexpr = 7
     if K % 8 == 0:
         group = row[:, None] * (K // 8) + tl.arange(0, BK // 8)[None, :]
         zero = group * 0
-        w0, w1, w2, w3 = tl.philox(seed, group, zero + slot.to(tl.int32), zero + layer, zero)
+        w0, w1, w2, w3 = tl.philox(seed, group, zero + slot.to(tl.int32), zero + layer, zero, ROUNDS)
         pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3))
         halves = tl.join(pairs & 0xFFFF, pairs >> 16)
         return tl.reshape(halves, (row.shape[0], BK)).to(tl.int32)
     else:
         element = row[:, None] * K + tl.arange(0, BK)[None, :]
         zero = element * 0
-        w0, w1, w2, w3 = tl.philox(seed, element // 8, zero + slot.to(tl.int32), zero + layer, zero)
+        w0, w1, w2, w3 = tl.philox(seed, element // 8, zero + slot.to(tl.int32), zero + layer, zero, ROUNDS)
         place = element % 8
         pair = tl.where(place < 4, tl.where(place < 2, w0, w1), tl.where(place < 6, w2, w3))
         return tl.where(element % 2 == 0, pair & 0xFFFF, pair >> 16).to(tl.int32)
