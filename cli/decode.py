@@ -113,8 +113,8 @@ class Decoded:
         return len(self.steps) - 1, last.tokens - first.tokens, last.seconds - first.seconds
 
 
-def load(folder: Path, device: str = "cpu") -> TextModel:
-    """Load a stock model folder, in fp32.
+def load(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> TextModel:
+    """Load a stock model folder; weights and activations in `dtype`.
 
     Raises:
         CommandError: there is no such folder, no model in it, or no tokenizer.
@@ -133,7 +133,7 @@ def load(folder: Path, device: str = "cpu") -> TextModel:
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CommandError(f"{folder} can't be loaded by transformers: {error}") from None
     return TextModel(folder.name, model.to(device).eval(), tokenizer)

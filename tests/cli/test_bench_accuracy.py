@@ -233,6 +233,19 @@ def test_a_whole_run(hybrids: Path, tmp_path: Path) -> None:
     assert next(iter(tables.every(rows))) == "gdn, teacher-forced"
 
 
+def test_models_in_bf16(hybrids: Path, tmp_path: Path) -> None:
+    """Then states are in fp32 where a precision says so, as in the reference, and differ where it does not."""
+    file = tmp_path / "bf16.json"
+    run(hybrids, *SMALL, "--studies", "teacher-forced", "--dtype", "bf16", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["dtype"] for row in rows} == {"bf16"}
+    found = {(row["model"], row["precision"]): row["kl_mean"] for row in rows}
+    for model in ("gdn", "mamba2"):
+        assert found[model, "fp32"] == 0.0
+        assert found[model, "nvfp4+force"] > 0.0
+        assert found[model, "transformers' scan"] > 1e-12  # of the roundings of activations
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,6 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from replayssm.cli.bench import table
 from replayssm.cli.bench.accuracy import tables
 from replayssm.cli.bench.compared import PRECISIONS, check_precisions, check_step
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 PROGRAM, TOPIC = "replayssm bench accuracy", "accuracy"
 STUDIES = (*tables.BY_MODEL, *tables.OVER_MODELS)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,6 +43,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--text", type=Path, metavar="FILE", help="to decode; by default modules of the running Python"
     )
+    options.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="fp32", help="of weights and activations; the kernels that "
+        "serve packed states on a GPU take bf16",
+    )  # fmt: skip
     options.add_argument("--sequences", type=int, default=2, help="pieces of the text, decoded together")
     options.add_argument("--prompt", type=int, default=256, help="tokens before decoding starts")
     options.add_argument("--tokens", type=int, default=2048, help="teacher-forced")
@@ -81,7 +88,7 @@ def _measure(
     from replayssm.cli import decode
     from replayssm.cli.bench.accuracy import studies, texts
 
-    model = decode.load(folder, given.device)
+    model = decode.load(folder, given.device, DTYPES[given.dtype])
     tokens, plan = texts.Text.of(model, text), _plan(given)
     about = {
         "model": model.name,
@@ -90,6 +97,7 @@ def _measure(
         "text": sha256(text.encode()).hexdigest(),
         "sequences": given.sequences,
         "window": given.window,
+        "dtype": given.dtype,
     }
     for name in given.studies:
         for row in studies.STUDIES[name](model, tokens, plan):
