@@ -4,12 +4,17 @@
 //
 // A program serves one head of one row at a time, with a warp for each 16 value rows, so that a head's whole
 // state is in registers when NVFP4's scale asks for its largest magnitude. Programs find the rows that flush
-// themselves, and share their heads evenly: where no row flushes, all that is read is cursors.
+// themselves, and share their heads evenly: where no row flushes, all that is read is cursors. While a head
+// is folded the next one's state is on its way.
 //
 // Records meet the state in tensor cores: bf16 products of keys, which are bf16 numbers, with values in three
 // terms that add up to them exactly. KDA's keys have decays of their own and three terms too. A delta rule's
 // `u` that were solved from a read copy get the correction first: with D what the read copy lacks, `D k` of
 // all records comes from tensor cores, and a small matrix, worked out once for the head, makes `d` of it.
+//
+// A recurrence copy of fewer bits than fp32 has `d` from two terms: `D k` and the matrix are true to 2^-17
+// each, and `d`, which is of the read copy's rounding, is added to `u`; fp16 rounds the state by 2^-11.
+// Values in fp16 stay so, two to a word, and D is one fp16 operand, which is exact.
 //
 // Compile-time, besides those of common.cuh: READ (the read copy's format, -1 without one), WARPS, RECORDS
 // (8-record tiles of the window), PROGRAMS (that a multiprocessor shall hold). STATE and READ are formats as
@@ -179,12 +184,13 @@ DEVICE void stage_keys(const char* ring, int start, int hist, int R, int warp, i
     const int c = lane & 3, quarter = lane >> 2;
     for (int four = warp; four < LR / 4; four += WARPS) {
         float y[4][4];
-        auto record = [&](int n) { return 16 * (four / 4) + n / 2 * 8 + four % 4 * 2 + n % 2; };
+        const int lowest = four / 4 * 16 + four % 4 * 2;
+        auto after = [](int n) { return n / 2 * 8 + n % 2; };
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            const int past = start + record(n), row = past >= R ? past - R : past;
+            const int past = start + lowest + after(n), row = past >= R ? past - R : past;
             const int at = row * K + column_of<RUN>(c, 4 * quarter);
-            widen(load4(ring + at * ACT_BYTES, record(n) < hist), y[n]);
+            widen(load4(ring + at * ACT_BYTES, lowest + after(n) < hist), y[n]);
         }
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -194,8 +200,9 @@ DEVICE void stage_keys(const char* ring, int start, int hist, int R, int warp, i
             const float lift = lift_for(largest_of_lanes(bits(most)));
 #pragma unroll
             for (int i = 0; i < 4; i++) y[n][i] *= lift;
-            if (lane == 0) lifts[record(n)] = lift;
-            uint2* const to = (uint2*)(starts + start_chunk(record(n), quarter / 2, c)) + quarter % 2;
+            if (lane == 0) lifts[lowest + after(n)] = lift;
+            const int chunk = start_chunk(lowest, quarter / 2, c) + start_chunk(after(n), 0, 0);
+            uint2* const to = (uint2*)(starts + chunk) + quarter % 2;
             if (HALF_OFFS) *to = make_uint2(pack_half(y[n][0], y[n][1]), pack_half(y[n][2], y[n][3]));
             else
                 *to = make_uint2(high_halves(bits(y[n][0]), bits(y[n][1])),
@@ -577,7 +584,7 @@ DEVICE void fold(float (&x)[2][32], const float (&u)[RECORDS][2][2], int g, int 
     }
 }
 
-// The same of fp16 values where they lie; products start from what is kept.
+// The same of fp16 values where they lie.
 template <class Words>
 DEVICE void fold_halves(State& state, const float (&u)[RECORDS][2][2], int g, int c, Words words) {
     u32 a[RECORDS / 2][3][4];
@@ -587,19 +594,16 @@ DEVICE void fold_halves(State& state, const float (&u)[RECORDS][2][2], int g, in
         float x[2][8];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float d[2][4];
+            float d[2][4] = {};
+            add_records(d, d, a, 2 * run + i, g, c);
 #pragma unroll
             for (int j = 0; j < 4; j++) {  // tile j / 2, row j % 2
                 const u32 word = state.codes[j % 2][4 * run + 2 * i + j / 2];
                 const float2 kept = kept_of(c, 8 * run + 4 * i + j / 2 * 2);
-                d[j / 2][2 * (j % 2)] = kept.x * half_to_float((u16)word);
-                d[j / 2][2 * (j % 2) + 1] = kept.y * half_to_float((u16)(word >> 16));
+                float* const y = x[j % 2] + 4 * i + j / 2 * 2;
+                y[0] = fmaf(half_to_float((u16)word), kept.x, d[j / 2][2 * (j % 2)]);
+                y[1] = fmaf(half_to_float((u16)(word >> 16)), kept.y, d[j / 2][2 * (j % 2) + 1]);
             }
-            add_records(d, d, a, 2 * run + i, g, c);
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) x[j % 2][4 * i + j / 2 * 2 + e] = d[j / 2][2 * (j % 2) + e];
         }
 #pragma unroll
         for (int row = 0; row < 2; row++) {

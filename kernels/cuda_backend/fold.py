@@ -34,8 +34,12 @@ from replayssm.kernels.step_index import StepIndex
 
 FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "fp8": 3, "int8": 4, "nvfp4": 5, "mxfp4": 6}
 """As `formats.cuh` numbers them."""
-_THREADS_HELD = 512
-"""Of a multiprocessor, with the registers that keep a state in them."""
+_THREADS_HELD = {"fp16": 768}
+"""Of a multiprocessor, by the recurrence copy's format: with states in registers as they are stored."""
+_FEWEST_THREADS = 512
+"""With states there in fp32."""
+_MOST_STAGED = 8
+"""Warps of a program whose states of fp16 wait in shared memory."""
 _ROWS_AT_ONCE = 2
 
 
@@ -51,6 +55,7 @@ class FoldConfig:
         read: format of the read copy, `None` without one.
         records: 8-record tiles of the window, 2 or 4.
         stochastic: whether the recurrence copy is rounded stochastically.
+        threads: that a multiprocessor shall hold at a time, and have registers for; 0: as suits the format.
     """
 
     rule: Rule
@@ -60,6 +65,7 @@ class FoldConfig:
     read: str | None
     records: int
     stochastic: bool
+    threads: int = 0
     source: ClassVar[str] = "fold.cu"
     headers: ClassVar[tuple[str, ...]] = (*SHARED_SOURCES, "formats.cuh")
     entry: ClassVar[str] = "replay_fold"
@@ -82,8 +88,8 @@ class FoldConfig:
     @property
     def programs(self) -> int:
         """Programs that a multiprocessor holds at a time."""
-        threads = WARP * self.warps
-        return max(1, min(_THREADS_HELD // threads, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED)))
+        held = (self.threads or _THREADS_HELD.get(self.state, _FEWEST_THREADS)) // (WARP * self.warps)
+        return max(1, min(held, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED)))
 
     @property
     def shared_bytes(self) -> int:
@@ -91,14 +97,16 @@ class FoldConfig:
         kda, corrects = self.rule is Rule.KDA, self.rule is not Rule.MAMBA2 and self.read is not None
         records = 8 * self.records
         keys = records * KEY_DIM * ACTIVATION_BYTES
-        copies, terms = 1 if self.rule is Rule.MAMBA2 else 2, 3 if self.state == "fp32" else 2
+        copies = 1 if self.rule is Rule.MAMBA2 else 2
         if kda:
-            copies = 3 + 1 + 2 + (terms if corrects else 0)
+            copies = 3 + 1 + 2 + ((3 if self.state == "fp32" else 2) if corrects else 0)
         shared = copies * keys + (4 * KEY_DIM if kda else 0)
         shared += 4 * records * (records + 4) if corrects or self.rule is Rule.GDN else 0
         shared += 2 * 4 * records + 4 * (records + 4)
         shared += (2 * self.warps + 3) // 4 * 16 + 128 * self.warps
-        shared += 2 * UNIT * KEY_DIM * self.warps if self.state == "fp16" and self.warps <= 8 else 0
+        shared += (
+            2 * UNIT * KEY_DIM * self.warps if self.state == "fp16" and self.warps <= _MOST_STAGED else 0
+        )
         return shared + _ROWS_AT_ONCE * self.warps * (4 + 16 * WARP) + 8
 
 

@@ -234,7 +234,7 @@ def test_a_whole_run(hybrids: Path, tmp_path: Path) -> None:
 
 
 def test_models_in_bf16(hybrids: Path, tmp_path: Path) -> None:
-    """Then states are in fp32 where a precision says so, as in the reference, and differ where it does not."""
+    """States are in fp32 where a precision says so, as in the reference, and differ where it does not."""
     file = tmp_path / "bf16.json"
     run(hybrids, *SMALL, "--studies", "teacher-forced", "--dtype", "bf16", "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
@@ -243,7 +243,6 @@ def test_models_in_bf16(hybrids: Path, tmp_path: Path) -> None:
     for model in ("gdn", "mamba2"):
         assert found[model, "fp32"] == 0.0
         assert found[model, "nvfp4+force"] > 0.0
-        assert found[model, "transformers' scan"] > 1e-12  # of the roundings of activations
 
 
 @pytest.mark.parametrize(

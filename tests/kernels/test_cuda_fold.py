@@ -63,6 +63,13 @@ def test_every_configuration_fits_every_gpu() -> None:
     assert [c for c in every_config() if c.shared_bytes > SMALLEST_SHARED or c.programs < 1] == []
 
 
+def test_programs_of_a_multiprocessor() -> None:
+    """As many as the threads asked for make, and as its shared memory holds."""
+    config = FoldConfig(Rule.GDN, 128, 2, "fp16", "nvfp4", 2, False)
+    assert [replace(config, threads=threads).programs for threads in (0, 512, 1024, 4096)] == [3, 2, 4, 4]
+    assert replace(config, state="fp32").programs == 2
+
+
 @pytest.mark.parametrize(("name", "at"), [("codes", 8), ("scales", 4)])
 def test_copies_off_a_vector_boundary_are_refused(name: str, at: int) -> None:
     copy = allocate_states("nvfp4", (2, 2, 8, 128), "cpu")
@@ -206,10 +213,10 @@ def heads() -> torch.Tensor:
 @pytest.mark.parametrize(
     "precision",
     [
-        *("nvfp4/fp32", "mxfp4/fp32", "fp8/fp32", "int8/fp32", "fp8/bf16", "fp16/fp8", "bf16/nvfp4"),
-        *("nvfp4/fp16", "mxfp4/fp16", "fp8/fp16", "int8/fp16"),
+        "nvfp4/fp32", "mxfp4/fp32", "fp8/fp32", "int8/fp32", "fp8/bf16", "fp16/fp8", "bf16/nvfp4",
+        "nvfp4/fp16", "mxfp4/fp16", "fp8/fp16", "int8/fp16",
     ],
-)
+)  # fmt: skip
 def test_every_kind_of_number(precision: str, emulate: None) -> None:
     """Records that change nothing, so that a fold is a rounding of what was stored: bit for bit torch's."""
     case = make_case("mamba2", precision, slots=5)
@@ -329,7 +336,9 @@ def compare(mine: StateCopy, other: StateCopy) -> None:
 
 
 @runs_emulated
-@pytest.mark.parametrize(("rule", "precision"), [("gdn", "fp8/fp32"), ("kda", "nvfp4/fp32")])
+@pytest.mark.parametrize(
+    ("rule", "precision"), [("gdn", "fp8/fp32"), ("gdn", "nvfp4/fp16"), ("kda", "nvfp4/fp32")]
+)
 def test_warps_in_either_order(rule: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """L22: what warps leave for each other is there whoever comes first; a missing barrier changes bits."""
     cases = []
