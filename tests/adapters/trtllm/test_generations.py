@@ -20,16 +20,13 @@ STANDARD = [
     *(("g0", "flat", rule) for rule in RULES),
     *(("g2", kind, rule) for kind in ("python", "cpp") for rule in RULES),
     *(("g4", "v2", rule) for rule in RULES),
-    *(
-        ("g4b", kind, rule)
-        for kind, rule in (("python", "mamba2"), ("cpp", "mamba2"), ("v2", "gdn"), ("cpp", "gdn"))
-    ),
+    ("g4b", "cpp", "mamba2"),
+    ("g4b", "v2", "gdn"),
 ]
 DRAFTS = [case for case in STANDARD if case[0] != "g0"]
 LENT = [
     ("g2", "python", "mamba2"), ("g2", "cpp", "mamba2"), ("g4", "cpp", "mamba2"), ("g4", "v2", "gdn"),
-    ("g4b", "python", "mamba2"), ("g4b", "cpp", "mamba2"), ("g4b", "v2", "mamba2"), ("g4b", "cpp", "gdn"),
-    ("g4b", "v2", "gdn"),
+    ("g4b", "v2", "mamba2"), ("g4b", "cpp", "gdn"), ("g4b", "v2", "gdn"),
 ]  # fmt: skip
 
 
@@ -173,7 +170,7 @@ def test_rows_beside_prompts(generation: str, direct: bool, monkeypatch: pytest.
     assert sorted(rings.cursors.history.tolist()) == ([0, 0, 0, 0] if direct else [0, 0, 1, 1])
     for request in requests:
         server.finish(request)
-    walk(server, seed=4, steps=25)
+    walk(server, seed=4, steps=15)
 
 
 @pytest.mark.parametrize("generation", ["g4b"], indirect=True)
@@ -215,7 +212,7 @@ def test_in_mode_borrow_too(generation: str, rule: str, monkeypatch: pytest.Monk
         server.step(decodes=requests, tokens=3)
 
 
-@pytest.mark.parametrize("generation", ["g3", "g4b"], indirect=True)
+@pytest.mark.parametrize("generation", ["g4b"], indirect=True)
 @pytest.mark.parametrize(("kind", "rule"), [("cpp", "mamba2"), ("v2", "gdn"), ("python", "mamba2")])
 def test_a_cache_of_other_layers_is_refused(generation: str, kind: str, rule: str) -> None:
     """L19. Kimi Delta Attention's layers have the same managers, and their rings would never be used."""
