@@ -61,7 +61,7 @@ def install(settings: Settings) -> None:
     _settings.append(settings)
     try:
         for target in (*targets, *(found.trees if trees else ())):
-            if isinstance(target, (Function, Name)) and target.hook:
+            if isinstance(target, (Function, Name)) and target.hook and not _lacking(source, target):
                 _patch(*_locate(source, target), _hook(target.hook))
     except BaseException:
         uninstall()
@@ -101,6 +101,8 @@ def _differences(source: Source, targets: Iterable[Target]) -> Iterator[Differen
         if not isinstance(target, (Function, Name)):
             continue
         where = f"{_module(source, target.modules) or target.modules[-1]}.{target.name}"
+        if _lacking(source, target):
+            continue
         try:
             owner, name = _locate(source, target)
             function = getattr(owner, name)
@@ -111,6 +113,11 @@ def _differences(source: Source, targets: Iterable[Target]) -> Iterator[Differen
             parameters = inspect.signature(function).parameters.values()
             loaded = tuple(_STARS.get(each.kind, "") + each.name for each in parameters)
             yield from compare_parameters(target, where.removesuffix(f".{target.name}"), loaded)
+
+
+def _lacking(source: Source, target: Function | Name) -> bool:
+    """Whether a target is one that releases may lack, and this one does."""
+    return target.optional and not hasattr(*_locate(source, target))
 
 
 def _locate(source: Source, target: Function | Name) -> tuple[Any, str]:

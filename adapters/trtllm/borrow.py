@@ -6,6 +6,7 @@ what computes is exchanged. As in `own`, each hook takes the original first.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,16 @@ from replayssm.adapters.trtllm.managers import (
     step_tokens,
 )
 from replayssm.adapters.trtllm.refusals import Incompatible, refuse_borrowing
-from replayssm.adapters.trtllm.served import RECORDS, active, layer_of, rings_of, run, running
+from replayssm.adapters.trtllm.served import (
+    RECORDS,
+    Layer,
+    active,
+    layer_of,
+    require_step,
+    rings_of,
+    run,
+    running,
+)
 from replayssm.core.geometry import Rule
 from replayssm.core.precision import parse_format
 from replayssm.kernels.registry import resolve
@@ -123,8 +133,7 @@ def mamba2_forward(
     if layer is None:
         return original(*inputs, *args, **given)
     layer.rings.rates[layer.number] = self.A
-    with run(layer):
-        return original(*inputs, *args, **given)
+    return _run(layer, functools.partial(original, *inputs, *args, **given))
 
 
 def mamba2_verify(
@@ -173,10 +182,16 @@ def gdn_forward(
     """Say which layer runs."""
     inputs = (self, mixed_qkv, a, b, attn_metadata, mamba_metadata, spec_metadata)
     layer = layer_of(self.layer_idx, attn_metadata, spec_metadata)
-    if layer is None:
-        return original(*inputs, *args, **given)
+    forward = functools.partial(original, *inputs, *args, **given)
+    return forward() if layer is None else _run(layer, forward)
+
+
+def _run(layer: Layer[Any], forward: Original) -> Any:
     with run(layer):
-        return original(*inputs, *args, **given)
+        out = forward()
+    if layer.verify:
+        require_step(layer)
+    return out
 
 
 def gdn_verify(
@@ -206,6 +221,12 @@ def gdn_verify(
             self, query, key, value, a, b, ssm_states, state_indices_d, num_decodes, draft_token_num,
             replay_metadata, layer_cache, replay_work_items, replay_n_writes, output_d, *args, **given,
         )  # fmt: skip
+    if draft_token_num != replay_metadata.replay_step_width:
+        raise Incompatible(
+            f"replayssm: a step of {draft_token_num} tokens in mode borrow: expected "
+            f"{replay_metadata.replay_step_width}, the only one that the engine's replay has; set mode: own, "
+            "or leave speculative_config.draft_len_schedule out"
+        )
     slots = state_indices_d[:num_decodes]
     return decode.gdn(layer, query, key, value, a, b, self.A_log, self.dt_bias, slots, output_d)
 

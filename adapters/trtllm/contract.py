@@ -27,6 +27,7 @@ class Function:
         why: what the adapter needs it for.
         hook: the function that wraps it, as `module.function` of this package; empty where it is only relied
             on.
+        optional: whether releases of the generation lack it; it is wrapped where it is there.
     """
 
     modules: Modules
@@ -35,6 +36,7 @@ class Function:
     uses: tuple[str, ...]
     why: str
     hook: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,14 @@ class Name:
         name: it.
         why: what the adapter needs it for.
         hook: as in `Function`; the name is replaced in that namespace only.
+        optional: as in `Function`.
     """
 
     modules: Modules
     name: str
     why: str
     hook: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True)

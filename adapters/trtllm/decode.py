@@ -42,6 +42,7 @@ def mamba2(
         z: as `x`, the output gate where the engine applies it here.
     """
     rings = layer.rings
+    rings.stepped = True
 
     def tokens(values: torch.Tensor) -> torch.Tensor:
         return values if x.dim() == 4 else values.unsqueeze(1)
@@ -101,6 +102,7 @@ def gdn(
         `[n, T, HV, V]`; zero for rows without a ring.
     """
     rings = layer.rings
+    rings.stepped = True
     records: dict[str, Any] = rings.rings[layer.number]
     return kernels.gdn_step(
         rings.states[layer.number],

@@ -53,7 +53,7 @@ def differences(source: Source, targets: Iterable[Target]) -> Iterator[Differenc
                 found = module.parameters(target.name)
                 yield from compare_parameters(target, module.name, found)
             case Name():
-                if not module.binds(target.name):
+                if not (module.binds(target.name) or target.optional):
                     where = f"{module.name}.{target.name}"
                     yield Difference(where, True, f"expected this name, for {target.why}; not found")
             case Attributes():
@@ -69,6 +69,8 @@ def differences(source: Source, targets: Iterable[Target]) -> Iterator[Differenc
 def compare_parameters(target: Function, module: str, found: tuple[str, ...] | None) -> Iterator[Difference]:
     """Differences of a function's parameters; `found` is `None` where there is no such function."""
     where = f"{module}.{target.name}"
+    if found is None and target.optional:
+        return
     if found is None:
         yield Difference(where, True, f"expected this function, for {target.why}; not found")
         return

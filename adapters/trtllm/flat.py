@@ -15,7 +15,7 @@ from replayssm.adapters.trtllm import decode
 from replayssm.adapters.trtllm.managers import Original, bind, scheduled, seed_of
 from replayssm.adapters.trtllm.own import begin_layer, end_layer, give_rings, run_gdn
 from replayssm.adapters.trtllm.refusals import Incompatible, refuse_manager
-from replayssm.adapters.trtllm.served import active, built, layer_of, rings_of, run, running
+from replayssm.adapters.trtllm.served import active, built, layer_of, require_step, rings_of, run, running
 from replayssm.core.geometry import Rule
 
 
@@ -71,6 +71,7 @@ def mamba2_forward(
     begin_layer(layer, slots)
     with run(layer):
         out = original(self, hidden_states, attn_metadata, *args, **given)
+    require_step(layer)
     end_layer(layer, attn_metadata, slots)
     return out
 

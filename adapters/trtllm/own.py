@@ -37,6 +37,7 @@ from replayssm.adapters.trtllm.served import (
     built,
     layer_of,
     measure,
+    require_step,
     rings_of,
     run,
     running,
@@ -190,10 +191,18 @@ def give_rings(
             "be in its budget: leave TRTLLM_SKIP_KV_CACHE_ESTIMATION=1 and attn_backend VANILLA out, or "
             "leave replayssm out"
         )
+    if rule not in built:
+        raise Incompatible(
+            f"replayssm: a cache for {rule} layers, and none was made: expected the engine's Mamba2Mixer or "
+            "Qwen3NextGatedDeltaNet, made while the adapter is active. Other recurrent layers, such as Kimi "
+            "Delta Attention's, are not served; pass --custom_module_dirs, which is read before models are "
+            "made, or leave replayssm out"
+        )
     layout = ring_layout(settings, rule, states[0], groups, activations, tokens, settings.window, path)
     read = settings.precision.read if layout.split and settings.precision is not None else None
     backend = _backend(settings, states[0], layout)
-    turned = rule is Rule.GDN and rule in built and states_are_turned(built[rule], layout, states[0])
+    decoded = built[rule]
+    turned = decoded is not None and states_are_turned(decoded, layout, states[0])
     try:
         rings = Rings(layout, states, requests, batch, settings.backend, turned, seed, read)
     except ValueError as error:
@@ -247,6 +256,7 @@ def mamba2_mixer(original: Original, self: Any, *args: Any, **given: Any) -> Non
     """A Mamba-2 layer decodes by our kernels where it is served."""
     original(self, *args, **given)
     refuse_mixer(self)
+    built[Rule.MAMBA2] = None
     self.selective_state_update_func = functools.partial(_mamba2_step, self.selective_state_update_func)
 
 
@@ -274,6 +284,7 @@ def mamba2_forward(
     begin_layer(layer, mamba_metadata.state_indices)
     with run(layer):
         out = original(self, hidden_states, attn_metadata, mamba_metadata, spec_metadata, *args, **given)
+    require_step(layer)
     end_layer(layer, attn_metadata, mamba_metadata.state_indices)
     return out
 
@@ -316,6 +327,12 @@ def mamba2_tree(
     return _mamba2_step(original, state, x, *inputs, **given)
 
 
+def gdn_mixer(original: Original, self: Any, *args: Any, **given: Any) -> None:
+    """Remember that there are such layers."""
+    original(self, *args, **given)
+    built[Rule.GDN] = None
+
+
 @torch.compiler.disable
 def gdn_forward(
     original: Original,
@@ -341,8 +358,9 @@ def gdn_forward(
 def run_gdn(layer: Layer[Rings], forward: Original, attn_metadata: Any, slots: torch.Tensor) -> Any:
     """Run a Gated DeltaNet layer by `forward`; `slots` are those of the batch's rows.
 
-    Without speculation the engine sends the rows of a mixed batch together through its prefill kernel, on the
-    states of the pool: they are made current before the first layer, and nothing is left to commit.
+    Without speculation the engine may send the rows of a mixed batch together through its prefill kernel, on
+    the states of the pool: they are made current before the first layer, and nothing is left to commit. Newer
+    releases decode them beside it, on the same states, by another kernel or by ours, which is a step.
     """
     begin_layer(layer, slots)
     mixed = layer.first > 0 and layer.decodes > 0 and not layer.verify
@@ -351,10 +369,12 @@ def run_gdn(layer: Layer[Rings], forward: Original, attn_metadata: Any, slots: t
         layer.rings.hand_over(slots[rows], layer.rings.rows[rows])
     with run(layer):
         out = forward()
-    if not mixed:
-        end_layer(layer, attn_metadata, slots)
-    elif layer.last:
-        layer.rings.take_back(slots[rows], layer.rings.rows[rows])
+    if mixed and not layer.rings.stepped:
+        if layer.last:
+            layer.rings.take_back(slots[rows], layer.rings.rows[rows])
+        return out
+    require_step(layer)
+    end_layer(layer, attn_metadata, slots)
     return out
 
 
@@ -371,6 +391,11 @@ def gdn_decode(original: Original, **given: Any) -> Any:
         None if output is None else output[0].unsqueeze(1),
     )  # fmt: skip
     return out.squeeze(1).unsqueeze(0) if output is None else output
+
+
+def gdn_no_shortcut(original: Original, *args: Any, **given: Any) -> Any:
+    """Rows of a layer that is served are decoded by `gdn_decode`, by no other kernel of the engine's."""
+    return original(*args, **given) if running() is None else False
 
 
 def gdn_can_verify(original: Original, *args: Any) -> Any:

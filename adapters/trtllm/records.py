@@ -34,6 +34,7 @@ class Records(ABC):
         backend: kernel backend.
         seed: `[1]` int64, by which the coming folds round stochastically; `None`: they round to nearest.
         read_states: per layer a copy of all states that steps read; `None`: they read the states.
+        stepped: whether our kernels have run in the layer that runs, or that ran last.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Records(ABC):
         self.cursors, self.backend, self.seed = cursors, backend, seed
         self.read_states = None if read_states is None else tuple(read_states)
         self.rates: list[torch.Tensor | None] = [None] * len(states)
+        self.stepped = False
 
     @property
     def rule(self) -> Rule:

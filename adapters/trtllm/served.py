@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from replayssm.adapters.trtllm.records import Records
+from replayssm.adapters.trtllm.refusals import Incompatible
 from replayssm.adapters.trtllm.settings import Settings
 from replayssm.core.geometry import Rule
 
@@ -41,7 +42,7 @@ class Layer(NamedTuple, Generic[R]):
 
 _active: list[Settings] = []
 built: dict[Rule, Any] = {}
-"""Rules of the layers that were made, where it matters, with the engine's decode of Gated DeltaNet."""
+"""Rules of the layers that were made, with the engine's decode of Gated DeltaNet where it must be asked."""
 _unmeasured: list[bool] = []
 _trees: list[bool] = []
 _running: list[Layer[Any]] = []
@@ -103,9 +104,25 @@ def running() -> Layer[Any] | None:
 
 @contextmanager
 def run(layer: Layer[Any]) -> Iterator[None]:
-    """Let `running` find the layer."""
+    """Let `running` find the layer; `Records.stepped` says behind it whether our kernels ran."""
+    layer.rings.stepped = False
     _running.append(layer)
     try:
         yield
     finally:
         _running.pop()
+
+
+def require_step(layer: Layer[Any]) -> None:
+    """A layer that has run with rows that decode did so by our kernels.
+
+    Raises:
+        Incompatible: it did not: the engine has a way round the functions that are wrapped, and the records
+            of its tokens are missing.
+    """
+    if layer.decodes and not layer.rings.stepped:
+        raise Incompatible(
+            f"replayssm: {layer.decodes} rows of recurrent layer {layer.number} were decoded past it: "
+            "expected a call of a function that replayssm wraps, and this release has another way; leave "
+            "replayssm out, and report this with the engine's version"
+        )

@@ -5,6 +5,8 @@ Generations are told apart by what is there, never by version strings: release c
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from replayssm.adapters.trtllm.contract import Attributes, Call, Function, Generation, Name, Target
 
 _MANAGERS = ("_torch.pyexecutor.kv_cache.mamba_cache_manager", "_torch.pyexecutor.mamba_cache_manager")
@@ -69,33 +71,67 @@ _STATES = "the states, their layers and their slots"
 _BUFFERS = "rings in the buffers of the engine's replay"
 
 
-def _own_managers(owners: tuple[str, ...], update: tuple[str, ...]) -> tuple[Target, ...]:
-    """Managers with rings beside their states; `owners` are those there are."""
-    pools = [owner for owner in owners if owner != _PYTHON]
+@dataclass(frozen=True)
+class _Managers:
+    """The managers of a generation, where generations differ.
+
+    Attributes:
+        owners: those there are.
+        update: parameters of `update_mamba_states`.
+        mixed: parameters by name of the one that holds the Python manager.
+        python: parameters of the Python manager's constructor.
+        paged: the last parameters by name of V2's constructor.
+        promotion: parameters of the function that copies states and windows back.
+        paged_promotes: the method of V2 that calls it.
+    """
+
+    owners: tuple[str, ...]
+    update: tuple[str, ...]
+    mixed: tuple[str, ...] = _MIXED_SIZES
+    python: tuple[str, ...] = _PYTHON_INIT
+    paged: tuple[str, ...] = ("conv_state_layout",)
+    promotion: tuple[str, ...] = (
+        "dst", "intermediate", "src_state_indices", "accepted_draft", "dst_state_indices", "BLOCK",
+    )  # fmt: skip
+    paged_promotes: str = "update_mamba_states"
+
+    @property
+    def pools(self) -> list[str]:
+        """Those with requests' slots in a pool that the engine owns."""
+        return [owner for owner in self.owners if owner != _PYTHON]
+
+    def init(self, owner: str) -> tuple[str, ...]:
+        """Parameters of a pool's constructor."""
+        last = self.paged if owner == _PAGED else ("model_type",)
+        return ("self", *_STATE_SHAPE, *_SIZES, *last, "**kwargs")
+
+
+def _own_managers(managers: _Managers) -> tuple[Target, ...]:
+    """Managers with rings beside their states."""
+    owners, update, pools = managers.owners, managers.update, managers.pools
     shared = _CPP if _PAGED not in owners else "MambaHybridCacheManager"
     kind = {_CPP: ("model_type", "C++"), _PAGED: ("conv_state_layout", "V2")}
+    promotes = {_CPP: "update_mamba_states", _PAGED: managers.paged_promotes}
     return (
         *(
-            Function(_MANAGERS, f"{owner}.__init__",
-                     ("self", *_STATE_SHAPE, *_SIZES, kind[owner][0], "**kwargs"),
+            Function(_MANAGERS, f"{owner}.__init__", managers.init(owner),
                      (*_READ_AT_START, kind[owner][0]), f"rings beside the {kind[owner][1]} pool",
                      "own.hybrid_manager")
             for owner in pools
         ),
-        Function(_MANAGERS, "MixedMambaHybridCacheManager.__init__", ("self", *_STATE_SHAPE, *_MIXED_SIZES),
+        Function(_MANAGERS, "MixedMambaHybridCacheManager.__init__",
+                 ("self", *_STATE_SHAPE, *managers.mixed),
                  ("mamba_n_groups", "mapping", "spec_config", "is_draft", "mamba_ssm_stochastic_rounding"),
                  "what cannot work is refused", "own.mixed_manager"),
-        Function(_MANAGERS, f"{_PYTHON}.__init__", _PYTHON_INIT,
+        Function(_MANAGERS, f"{_PYTHON}.__init__", managers.python,
                  ("n_groups", "mapping", "dtype", "speculative_num_draft_tokens", "model_type",
                   "use_replay_state_update", "mamba_ssm_stochastic_rounding"),
                  "rings beside the Python manager's states", "own.python_manager"),
         Function(_MANAGERS, f"{shared}._setup_mtp_intermediate_states",
                  ("self", "spec_config", "max_batch_size"), ("self", "spec_config", "max_batch_size"),
                  "no state is kept for each draft token", "own.without_snapshots"),
-        Function(_MANAGERS, "_promote_mamba_state_triton",
-                 ("dst", "intermediate", "src_state_indices", "accepted_draft", "dst_state_indices", "BLOCK"),
-                 ("dst", "intermediate"), "only the convolution's states are rolled back by copies",
-                 "own.promote"),
+        Function(_MANAGERS, "_promote_mamba_state_triton", managers.promotion, ("dst", "intermediate"),
+                 "only the convolution's states are rolled back by copies", "own.promote"),
         *(
             target
             for owner in owners
@@ -127,7 +163,7 @@ def _own_managers(owners: tuple[str, ...], update: tuple[str, ...]) -> tuple[Tar
             target
             for owner in pools
             for target in (
-                Call(_MANAGERS, f"{owner}.update_mamba_states", "_promote_mamba_state_triton", 5, (),
+                Call(_MANAGERS, f"{owner}.{promotes[owner]}", "_promote_mamba_state_triton", 5, (),
                      "only the convolution's states are rolled back by copies"),
                 Call(_MANAGERS, f"{owner}.__init__", "self._setup_mtp_intermediate_states", 2, (),
                      "no state is kept for each draft token"),
@@ -153,12 +189,15 @@ _SUSPEND = Function(
 )  # fmt: skip
 
 
-def _mamba2_forward(mode: str, why: str) -> Function:
-    parameters = (
-        "self", "hidden_states", "attn_metadata", "mamba_metadata", "spec_metadata", "lora_params",
-        "**kwargs",
-    )  # fmt: skip
-    return Function(_MAMBA2, "Mamba2Mixer.forward", parameters, parameters[:5], why, f"{mode}.mamba2_forward")
+_STEP = ("attn_metadata", "mamba_metadata", "spec_metadata")
+_FORWARD = ("Mamba2Mixer.forward", ("self", "hidden_states", *_STEP, "lora_params", "**kwargs"))
+_CORE = ("Mamba2Mixer.forward_core", ("self", "zxbcdt", *_STEP, "preallocated_ssm_out"))
+"""Where a Mamba-2 layer computes a step, and its parameters: newer releases run a part alone in graphs."""
+
+
+def _mamba2_forward(mode: str, why: str, inside: tuple[str, tuple[str, ...]]) -> Function:
+    name, parameters = inside
+    return Function(_MAMBA2, name, parameters, parameters[:5], why, f"{mode}.mamba2_forward")
 
 
 def _gdn_forward(mode: str, why: str) -> Function:
@@ -168,25 +207,31 @@ def _gdn_forward(mode: str, why: str) -> Function:
     return Function(_GDN, f"{_LAYER}.forward_core", parameters, parameters[:7], why, f"{mode}.gdn_forward")
 
 
-_OWN_MAMBA2: tuple[Target, ...] = (
-    Function(_MAMBA2, "Mamba2Mixer.__init__",
-             ("self", "d_model", "d_state", "d_conv", "nheads", "n_groups", "head_dim", "chunk_size",
-              "layer_idx", "bias", "conv_bias", "delta_rank", "delta_softplus", "remove_padding",
-              "apply_silu", "rms_norm_eps", "dtype", "config", "use_custom_cublas_mm"),
-             (), "decode and verification by a Mamba-2 layer", "own.mamba2_mixer"),
-    _mamba2_forward("own", "which layer decodes, and the end of a step"),
-    Attributes(_MAMBA2, "Mamba2Mixer",
-               ("selective_state_update_func", "layer_idx", "A", "_use_mtp_custom_op"),
-               "decode and verification by a Mamba-2 layer"),
-    Call(_MAMBA2, "Mamba2Mixer.forward", "self.selective_state_update_func", 7,
-         ("state_batch_indices", "out", "dt_bias", "dt_softplus"),
-         "decode and verification by a Mamba-2 layer"),
-)  # fmt: skip
+def _own_mamba2(inside: tuple[str, tuple[str, ...]]) -> tuple[Target, ...]:
+    return (
+        Function(_MAMBA2, "Mamba2Mixer.__init__",
+                 ("self", "d_model", "d_state", "d_conv", "nheads", "n_groups", "head_dim", "chunk_size",
+                  "layer_idx", "bias", "conv_bias", "delta_rank", "delta_softplus", "remove_padding",
+                  "apply_silu", "rms_norm_eps", "dtype", "config", "use_custom_cublas_mm"),
+                 (), "decode and verification by a Mamba-2 layer", "own.mamba2_mixer"),
+        _mamba2_forward("own", "which layer decodes, and the end of a step", inside),
+        Attributes(_MAMBA2, "Mamba2Mixer",
+                   ("selective_state_update_func", "layer_idx", "A", "_use_mtp_custom_op"),
+                   "decode and verification by a Mamba-2 layer"),
+        Call(_MAMBA2, inside[0], "self.selective_state_update_func", 7,
+             ("state_batch_indices", "out", "dt_bias", "dt_softplus"),
+             "decode and verification by a Mamba-2 layer"),
+    )  # fmt: skip
+
 
 _OWN_GDN: tuple[Target, ...] = (
+    Function(_GDN, f"{_LAYER}.__init__", ("self", "model_config", "aux_stream", "layer_idx"), (),
+             "the rule of the layers", "own.gdn_mixer"),
     _gdn_forward("own", "which layer decodes, mixed batches, and the end of a step"),
     Name(_GDN, "fused_sigmoid_gating_delta_rule_update", "decode by a Gated DeltaNet layer",
          "own.gdn_decode"),
+    Name(_GDN, "can_use_gdn_decode_pdl_pair", "decode goes by the function above", "own.gdn_no_shortcut",
+         optional=True),
     Name(_GDN, "_can_use_flashinfer_gdn_verify", "verification goes by the next function",
          "own.gdn_can_verify"),
     Name(_GDN, "_flashinfer_gdn_verify", "verification by a Gated DeltaNet layer", "own.gdn_verify"),
@@ -219,20 +264,19 @@ _MODEL_CLASSES: tuple[Target, ...] = (
 )  # fmt: skip
 
 
-def _borrow_managers(owners: tuple[str, ...], update: tuple[str, ...]) -> tuple[Target, ...]:
+def _borrow_managers(managers: _Managers) -> tuple[Target, ...]:
     """Managers whose replay buffers hold our rings; the Python manager's are Mamba-2's only."""
-    pools = [owner for owner in owners if owner != _PYTHON]
+    owners, update, pools = managers.owners, managers.update, managers.pools
     kind = {_CPP: "model_type", _PAGED: "conv_state_layout"}
     used = ("mamba_n_groups", "mamba_cache_dtype", "mapping", "spec_config", "is_draft",
             "mamba_ssm_stochastic_rounding")  # fmt: skip
     return (
         *(
-            Function(_MANAGERS, f"{owner}.__init__",
-                     ("self", *_STATE_SHAPE, *_SIZES, kind[owner], "**kwargs"), (*used, kind[owner]),
-                     _BUFFERS, "borrow.hybrid_manager")
+            Function(_MANAGERS, f"{owner}.__init__", managers.init(owner), (*used, kind[owner]), _BUFFERS,
+                     "borrow.hybrid_manager")
             for owner in pools
         ),
-        Function(_MANAGERS, f"{_PYTHON}.__init__", _PYTHON_INIT,
+        Function(_MANAGERS, f"{_PYTHON}.__init__", managers.python,
                  ("n_groups", "mapping", "dtype", "speculative_num_draft_tokens", "model_type",
                   "mamba_ssm_stochastic_rounding"), _BUFFERS, "borrow.python_manager"),
         Name(_MANAGERS, "MIN_REPLAY_HISTORY_SIZE", "the window is what the buffers have room for"),
@@ -265,13 +309,17 @@ def _borrow_managers(owners: tuple[str, ...], update: tuple[str, ...]) -> tuple[
     )  # fmt: skip
 
 
-_BORROW_MAMBA2: tuple[Target, ...] = (
-    _mamba2_forward("borrow", "which layer verifies"),
-    Attributes(_MAMBA2, "Mamba2Mixer", ("layer_idx", "A"), "which layer verifies"),
-    Name(_MAMBA2, "replay_selective_state_update", "verification by a Mamba-2 layer", "borrow.mamba2_verify"),
-    Call(_MAMBA2, "Mamba2Mixer.forward", "replay_selective_state_update", 12,
-         ("D", "state_batch_indices", "out", "dt_bias", "dt_softplus"), "verification by a Mamba-2 layer"),
-)  # fmt: skip
+def _borrow_mamba2(inside: tuple[str, tuple[str, ...]]) -> tuple[Target, ...]:
+    return (
+        _mamba2_forward("borrow", "which layer verifies", inside),
+        Attributes(_MAMBA2, "Mamba2Mixer", ("layer_idx", "A"), "which layer verifies"),
+        Name(_MAMBA2, "replay_selective_state_update", "verification by a Mamba-2 layer",
+             "borrow.mamba2_verify"),
+        Call(_MAMBA2, inside[0], "replay_selective_state_update", 12,
+             ("D", "state_batch_indices", "out", "dt_bias", "dt_softplus"),
+             "verification by a Mamba-2 layer"),
+    )  # fmt: skip
+
 
 _REPLAYED = (
     "self", "query", "key", "value", "a", "b", "ssm_states", "state_indices_d", "num_decodes",
@@ -288,25 +336,51 @@ _BORROW_GDN: tuple[Target, ...] = (
              "verification by a Gated DeltaNet layer")
         for inside in ("forward_decode", "forward_extend")
     ),
-    Function(_MANAGERS, f"{_CPP}._commit_gdn_cached_replay_history_layers",
-             ("self", "attn_metadata", "num_decodes"), ("self",),
-             "no kernel of the engine's reads our records", "borrow.commit_layers"),
+    *(
+        Function(_MANAGERS, f"{owner}._commit_gdn_cached_replay_history_layers",
+                 ("self", "attn_metadata", "num_decodes"), ("self",),
+                 "no kernel of the engine's reads our records", "borrow.commit_layers",
+                 optional=owner == _PAGED)
+        for owner in (_CPP, _PAGED)
+    ),
 )  # fmt: skip
 
 _MEASURED = Function(
     _UTIL, "KvCacheCreator.try_prepare_estimation", ("self",), ("self",),
     "rings are in the memory that the engine measures", "own.estimation",
 )  # fmt: skip
-_POOLED = (_CPP, _PAGED, _PYTHON)
-_G3 = {
-    "own": (
-        *_own_managers(_POOLED, _UPDATE), *_OWN_MAMBA2, *_OWN_GDN, *_BATCHES, _RANK, _PLACED, _MEASURED,
-        *_MODEL_CLASSES,
+_POOLED = _Managers((_CPP, _PAGED, _PYTHON), _UPDATE)
+_NEWER = replace(
+    _POOLED,
+    mixed=(
+        "num_layers", "layer_mask", "num_kv_heads", "head_dim", "tokens_per_block", "max_seq_len",
+        "max_batch_size", "mapping", "max_num_tokens", "dtype", "spec_config", "is_estimating_kv_cache",
+        "execution_stream", "model_type", "is_draft", "use_replay_state_update",
+        "mamba_ssm_stochastic_rounding", "kda_replay_num_spec", "pool_configurations",
     ),
-    "borrow": (
-        *_borrow_managers(_POOLED, _UPDATE), *_BORROW_MAMBA2, *_BORROW_GDN, *_BATCHES, *_MODEL_CLASSES,
+    python=(*_PYTHON_INIT, "kda_replay_num_spec"),
+    paged=("conv_state_layout", "kda_replay_num_spec", "qwen4_exp_ple_cache_params"),
+    promotion=(
+        "dst", "intermediate", "src_state_indices", "accepted_position_source", "dst_state_indices",
+        "num_accepted_tokens", "position_source_is_token_count", "replay_pnat", "replay_cache_buf_idx",
+        "dummy_request_mask", "replay_step_width", "replay_history_size", "BLOCK",
     ),
-}  # fmt: skip
+    paged_promotes="_promote_state",
+)  # fmt: skip
+
+
+def _modes(managers: _Managers, inside: tuple[str, tuple[str, ...]]) -> dict[str, tuple[Target, ...]]:
+    """Both modes, with a Mamba-2 layer's step computed `inside`."""
+    return {
+        "own": (
+            *_own_managers(managers), *_own_mamba2(inside), *_OWN_GDN, *_BATCHES, _RANK, _PLACED, _MEASURED,
+            *_MODEL_CLASSES,
+        ),
+        "borrow": (
+            *_borrow_managers(managers), *_borrow_mamba2(inside), *_BORROW_GDN, *_BATCHES, *_MODEL_CLASSES,
+        ),
+    }  # fmt: skip
+
 
 _OLDER_GDN: tuple[Target, ...] = (
     Function(_GDN, f"{_LAYER}.__init__", ("self", "model_config", "aux_stream", "layer_idx"), (),
@@ -338,13 +412,14 @@ _OLDER_GDN: tuple[Target, ...] = (
     ),
 )  # fmt: skip
 
+_BEFORE_V2 = _Managers((_CPP, _PYTHON), _COMMITTED)
 _G2 = {
     "own": (
-        *_own_managers((_CPP, _PYTHON), _COMMITTED), *_OWN_MAMBA2, *_OLDER_GDN, *_BATCHES, _RANK, _PLACED,
-        _MEASURED, *_MODEL_CLASSES,
+        *_own_managers(_BEFORE_V2), *_own_mamba2(_FORWARD), *_OLDER_GDN, *_BATCHES, _RANK, _PLACED, _MEASURED,
+        *_MODEL_CLASSES,
     ),
     "borrow": (
-        *_borrow_managers((_CPP, _PYTHON), _COMMITTED), *_BORROW_MAMBA2, *_BATCHES, *_MODEL_CLASSES,
+        *_borrow_managers(_BEFORE_V2), *_borrow_mamba2(_FORWARD), *_BATCHES, *_MODEL_CLASSES,
     ),
 }  # fmt: skip
 
@@ -356,18 +431,23 @@ _COPIES: tuple[Target, ...] = (
                "read copies are in the engine's budget of its pool"),
 )  # fmt: skip
 _LINKS = ("retrieve_next_token", "retrieve_next_sibling", "retrieve_parent_token")
-_TREES: tuple[Target, ...] = (
-    Name(_MAMBA2, "selective_state_update_native", "verification of draft trees by a Mamba-2 layer",
-         "own.mamba2_tree"),
-    Function(_SELECTIVE, "selective_state_update",
-             ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "dt_softplus", "state_batch_indices",
-              "pad_slot_id", "out", "disable_state_update", "intermediate_states_buffer", "cache_steps",
-              "retrieve_parent_token", "intermediate_state_indices", "rand_seed", "philox_rounds"),
-             ("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "state_batch_indices", "out",
-              "retrieve_parent_token"), "verification of draft trees by a Mamba-2 layer"),
-    Call(_MAMBA2, "Mamba2Mixer.forward", "causal_conv1d_update_triton", 4, _LINKS,
-         "the parents of a draft tree's nodes"),
-)  # fmt: skip
+
+
+def _trees(inside: tuple[str, tuple[str, ...]]) -> tuple[Target, ...]:
+    return (
+        Name(_MAMBA2, "selective_state_update_native", "verification of draft trees by a Mamba-2 layer",
+             "own.mamba2_tree"),
+        Function(_SELECTIVE, "selective_state_update",
+                 ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "dt_softplus",
+                  "state_batch_indices", "pad_slot_id", "out", "disable_state_update",
+                  "intermediate_states_buffer", "cache_steps", "retrieve_parent_token",
+                  "intermediate_state_indices", "rand_seed", "philox_rounds"),
+                 ("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "state_batch_indices",
+                  "out", "retrieve_parent_token"), "verification of draft trees by a Mamba-2 layer"),
+        Call(_MAMBA2, inside[0], "causal_conv1d_update_triton", 4, _LINKS,
+             "the parents of a draft tree's nodes"),
+    )  # fmt: skip
+
 
 _FLAT = "MambaCacheManager"
 _G0: dict[str, tuple[Target, ...]] = {
@@ -416,6 +496,7 @@ _G0: dict[str, tuple[Target, ...]] = {
 _PER_MODEL = ("_torch.modules.mamba.cache_manager",)
 _MOVED = ("_torch.pyexecutor.kv_cache.mamba_cache_manager",)
 _REPLAY = (_MANAGERS, "ReplayStateUpdateMetadata")
+_RUN_ALONE = (_MAMBA2, "mamba2_custom_op_inplace")
 _POOLS = (_MANAGERS, _PAGED)
 
 GENERATIONS: tuple[Generation, ...] = (
@@ -424,9 +505,17 @@ GENERATIONS: tuple[Generation, ...] = (
         "each model brings its own state object, and this release does not know that interface",
     ),
     Generation(
-        "g4", "1.4.0 release candidates", ((_MOVED, _PAGED), _REPLAY), (), _G3, copies=_COPIES, trees=_TREES,
+        "g4b", "1.4.0 release candidates after #18888", ((_MOVED, _PAGED), _REPLAY, _RUN_ALONE), (),
+        _modes(_NEWER, _CORE), copies=_COPIES, trees=_trees(_CORE),
     ),
-    Generation("g3", "1.3.0rc20 to rc27", (_POOLS, _REPLAY), (), _G3, copies=_COPIES, trees=_TREES),
+    Generation(
+        "g4", "1.4.0 release candidates before #18888", ((_MOVED, _PAGED), _REPLAY), (),
+        _modes(_POOLED, _FORWARD), copies=_COPIES, trees=_trees(_FORWARD),
+    ),
+    Generation(
+        "g3", "1.3.0rc20 to rc27", (_POOLS, _REPLAY), (), _modes(_POOLED, _FORWARD), copies=_COPIES,
+        trees=_trees(_FORWARD),
+    ),
     Generation("g2", "1.3.0rc of June 2026", (_REPLAY,), (_POOLS,), _G2, copies=_COPIES),
     Generation(
         "g1", "1.3.0rc of April and May 2026", ((_MANAGERS, "PythonMambaCacheManager"),), (_REPLAY,), {},

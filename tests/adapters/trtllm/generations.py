@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.adapters.trtllm import run_alone
+
 DOUBLE = Path(__file__).with_name("double")
 """Folder with the package `tensorrt_llm` of generation g3."""
 
@@ -52,6 +54,12 @@ def _move(root: Path) -> None:
         for old, new in MOVED.items():
             text = text.replace(f"tensorrt_llm.{old}", f"tensorrt_llm.{new}")
         file.write_text(text)
+
+
+def _run_alone(root: Path) -> None:
+    """Generation g4b: more ways to decode, and what runs alone in graphs."""
+    _move(root)
+    run_alone.rewrite(root)
 
 
 def _before_v2(root: Path) -> None:
@@ -137,4 +145,5 @@ DOUBLES: dict[str, Callable[[Path], None]] = {
     "g2": _before_v2,
     "g3": _as_it_is,
     "g4": _move,
+    "g4b": _run_alone,
 }

@@ -32,7 +32,7 @@ def attributes(mode: str) -> dict[str, Any]:
     """Everything that is patched, as it is now."""
     found = {}
     for target in G3.modes[mode]:
-        if not isinstance(target, (Function, Name)) or not target.hook:
+        if not isinstance(target, (Function, Name)) or not target.hook or activation._lacking(SOURCE, target):
             continue
         owner, name = activation._locate(SOURCE, target)
         found[f"{owner.__name__}.{name}"] = vars(owner).get(name)

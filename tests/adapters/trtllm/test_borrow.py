@@ -292,3 +292,11 @@ def test_a_log_line_says_what_is_active(caplog: pytest.LogCaptureFixture) -> Non
         "3 gdn layers, MambaHybridCacheManagerV2; torch_backend in the engine's buffers; window 6, 3 tokens"
         in caplog.text
     )
+
+
+def test_a_step_of_another_length_is_refused() -> None:
+    """The engine refuses it in the function that ours replaces; for Mamba-2 its own check is left."""
+    server, _ = serve("cpp", "gdn", 2, settings=BORROW)
+    requests = decoding(server, 1, steps=0)
+    with pytest.raises(Incompatible, match="a step of 2 tokens in mode borrow: expected 3, the only"):
+        server.step(decodes=requests, tokens=2)

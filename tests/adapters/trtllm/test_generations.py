@@ -20,9 +20,14 @@ STANDARD = [
     *(("g0", "flat", rule) for rule in RULES),
     *(("g2", kind, rule) for kind in ("python", "cpp") for rule in RULES),
     *(("g4", "v2", rule) for rule in RULES),
+    ("g4b", "cpp", "mamba2"),
+    ("g4b", "v2", "gdn"),
 ]
 DRAFTS = [case for case in STANDARD if case[0] != "g0"]
-LENT = [("g2", "python", "mamba2"), ("g2", "cpp", "mamba2"), ("g4", "cpp", "mamba2"), ("g4", "v2", "gdn")]
+LENT = [
+    ("g2", "python", "mamba2"), ("g2", "cpp", "mamba2"), ("g4", "cpp", "mamba2"), ("g4", "v2", "gdn"),
+    ("g4b", "v2", "mamba2"), ("g4b", "cpp", "gdn"), ("g4b", "v2", "gdn"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("generation", "kind", "rule"), STANDARD, indirect=["generation"])
@@ -134,16 +139,86 @@ def test_a_mode_that_a_generation_does_not_have_is_refused(generation: str, mode
         install(Settings(WINDOW, "torch", None, None, mode))
 
 
-@pytest.mark.parametrize("generation", ["g0", "g2", "g4"], indirect=True)
+@pytest.mark.parametrize("generation", ["g0", "g2", "g4", "g4b"], indirect=True)
 def test_patches_are_undone(generation: str) -> None:
     def patched() -> list[Any]:
         managers = engines("_torch.pyexecutor.mamba_cache_manager")
         mixer = engines("_torch.modules.mamba.mamba2_mixer")
         name = "MambaCacheManager" if generation == "g0" else "PythonMambaCacheManager"
-        return [vars(getattr(managers, name))["__init__"], mixer.Mamba2Mixer.forward]
+        step = "forward_core" if generation == "g4b" else "forward"
+        return [vars(getattr(managers, name))["__init__"], getattr(mixer.Mamba2Mixer, step)]
 
     before = patched()
     install(Settings(WINDOW, "torch", None, None))
     assert all(a is not b for a, b in zip(before, patched(), strict=True))
     uninstall()
     assert all(a is b for a, b in zip(before, patched(), strict=True))
+
+
+PAST = r"rows of recurrent layer 0 were decoded past it: expected a call of a function that replayssm wraps"
+
+
+@pytest.mark.parametrize("generation", ["g4b"], indirect=True)
+@pytest.mark.parametrize("direct", [True, False])
+def test_rows_beside_prompts(generation: str, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L11. By the engine's kernel, on states that are current, or by ours."""
+    server, rings = serve("v2", "gdn")
+    name = "flashinfer_gdn_decode_direct_available"
+    monkeypatch.setattr(engines("_torch.modules.mamba.gdn_mixer"), name, lambda *args: direct)
+    requests = [*decoding(server, 2), server.start()]
+    server.step([(requests[2], 2)], requests[:2])
+    assert sorted(rings.cursors.history.tolist()) == ([0, 0, 0, 0] if direct else [0, 0, 1, 1])
+    for request in requests:
+        server.finish(request)
+    walk(server, seed=4, steps=15)
+
+
+@pytest.mark.parametrize("generation", ["g4b"], indirect=True)
+def test_decoding_by_another_function_is_refused(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L19. As by a release with one that the adapter does not know."""
+    server, _ = serve("v2", "gdn")
+    requests = decoding(server, 2)
+    mixer = engines("_torch.modules.mamba.gdn_mixer")
+    monkeypatch.setattr(mixer, "can_use_gdn_decode_pdl_pair", lambda *args: True)
+    with pytest.raises(Incompatible, match=f"2 {PAST}"):
+        server.step(decodes=requests)
+
+
+@pytest.mark.parametrize("generation", ["g4b"], indirect=True)
+def test_verification_by_another_function_is_refused(
+    generation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = serve("cpp", "gdn", 2)
+    requests = decoding(server, 1)
+    mixer = engines("_torch.modules.mamba.gdn_mixer")
+    monkeypatch.setattr(mixer, "_can_use_flashinfer_gdn_verify", lambda *args: False)
+    monkeypatch.setattr(mixer.Qwen3NextGatedDeltaNet, "_snapshot_verify", lambda self, q, k, v, *args: v)
+    with pytest.raises(Incompatible, match=f"1 {PAST}"):
+        server.step(decodes=requests, tokens=3)
+
+
+@pytest.mark.parametrize("generation", ["g4b"], indirect=True)
+@pytest.mark.parametrize("rule", RULES)
+def test_in_mode_borrow_too(generation: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, _ = serve("cpp", rule, 2, settings=BORROW)
+    requests = decoding(server, 1, steps=0)
+    if rule == "mamba2":
+        mixer = engines("_torch.modules.mamba.mamba2_mixer")
+        monkeypatch.setattr(mixer, "replay_selective_state_update", lambda *args, **given: None)
+    else:
+        layer = engines("_torch.modules.mamba.gdn_mixer").Qwen3NextGatedDeltaNet
+        monkeypatch.setattr(layer, "_replay_verify_recurrent", lambda self, q, k, v, *args, **given: v)
+    with pytest.raises(Incompatible, match=f"1 {PAST}"):
+        server.step(decodes=requests, tokens=3)
+
+
+@pytest.mark.parametrize("generation", ["g4b"], indirect=True)
+@pytest.mark.parametrize(("kind", "rule"), [("cpp", "mamba2"), ("v2", "gdn"), ("python", "mamba2")])
+def test_a_cache_of_other_layers_is_refused(generation: str, kind: str, rule: str) -> None:
+    """L19. Kimi Delta Attention's layers have the same managers, and their rings would never be used."""
+    early = Server(kind, rule)
+    install(Settings(WINDOW, "torch", None, None))
+    with pytest.raises(
+        Incompatible, match=f"a cache for {rule} layers, and none was made: expected the engi"
+    ):
+        early._manager()

@@ -12,11 +12,13 @@ from replayssm.adapters.trtllm.refusals import Incompatible
 from replayssm.adapters.trtllm.served import rings_of
 from replayssm.adapters.trtllm.settings import Settings
 from replayssm.core import rows
-from tests.adapters.trtllm.engine import KINDS, RULES, Request, Server, forbid_reading_back
-from tests.adapters.trtllm.test_own import WINDOW, serve
+from tests.adapters.trtllm.engine import KINDS, RULES, G, H, Request, Server, forbid_reading_back
+from tests.adapters.trtllm.test_own import WINDOW, serve, walk
 from tests.support import NoReadBack
 
 pytestmark = pytest.mark.usefixtures("double")
+SPREAD = [("python", "mamba2"), ("cpp", "gdn"), ("v2", "mamba2")]
+"""Each manager once, and each rule."""
 
 
 def decoding(server: Server, count: int, steps: int = 1) -> list[Request]:
@@ -219,6 +221,29 @@ def test_pipeline_stages(kind: str) -> None:
     server, rings = serve(kind, "gdn", options={"mapping": Mapping(pp_size=2, pp_rank=1)})
     assert len(rings.states) == len(server.manager.mamba_pp_layers) == 2
     assert len(rings.cursors.start) == 2 * server.batch
+
+
+@pytest.mark.parametrize(("kind", "rule"), SPREAD)
+def test_attention_data_parallelism(kind: str, rule: str) -> None:
+    """Each rank has all heads of its own requests."""
+    from tensorrt_llm.mapping import Mapping
+
+    parallel = Mapping(tp_size=4, enable_attention_dp=True)
+    server, _ = serve(kind, rule, 2, options={"mapping": parallel})
+    walk(server, seed=8, steps=20)
+
+
+@pytest.mark.parametrize(("kind", "rule"), SPREAD)
+def test_tensor_parallelism(kind: str, rule: str) -> None:
+    """Each rank has its part of all requests' heads, and of the groups of key heads."""
+    from tensorrt_llm.mapping import Mapping
+
+    server, _ = serve(kind, rule)
+    server.mapping = Mapping(tp_size=2)
+    rings = rings_of(server._manager())
+    assert rings is not None
+    geometry = rings.layout.geometry
+    assert (geometry.value_heads, geometry.key_heads) == (H // 2, G // 2)
 
 
 def test_a_stage_without_recurrent_layers() -> None:
