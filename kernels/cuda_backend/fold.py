@@ -34,10 +34,11 @@ from replayssm.kernels.step_index import StepIndex
 
 FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "fp8": 3, "int8": 4, "nvfp4": 5, "mxfp4": 6}
 """As `formats.cuh` numbers them."""
-_THREADS_HELD = {"fp16": 768}
-"""Of a multiprocessor, by the recurrence copy's format: with states in registers as they are stored."""
-_FEWEST_THREADS = 512
-"""With states there in fp32."""
+_THREADS_HELD = 512
+"""Of a multiprocessor, with the registers that keep a state in them in fp32."""
+_MORE_THREADS = 768
+"""Likewise, in fp16: states that nothing else reads, or which are encoded as they are stored."""
+_ENCODED_HALVES = (None, "fp8", "nvfp4", "mxfp4")
 _MOST_STAGED = 8
 """Warps of a program whose states of fp16 wait in shared memory."""
 _ROWS_AT_ONCE = 2
@@ -88,7 +89,9 @@ class FoldConfig:
     @property
     def programs(self) -> int:
         """Programs that a multiprocessor holds at a time."""
-        held = (self.threads or _THREADS_HELD.get(self.state, _FEWEST_THREADS)) // (WARP * self.warps)
+        halves = self.state == "fp16" and self.read in _ENCODED_HALVES
+        threads = self.threads or (_MORE_THREADS if halves else _THREADS_HELD)
+        held = threads // (WARP * self.warps)
         return max(1, min(held, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED)))
 
     @property

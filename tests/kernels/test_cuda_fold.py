@@ -67,7 +67,7 @@ def test_programs_of_a_multiprocessor() -> None:
     """As many as the threads asked for make, and as its shared memory holds."""
     config = FoldConfig(Rule.GDN, 128, 2, "fp16", "nvfp4", 2, False)
     assert [replace(config, threads=threads).programs for threads in (0, 512, 1024, 4096)] == [3, 2, 4, 4]
-    assert replace(config, state="fp32").programs == 2
+    assert replace(config, state="fp32").programs == replace(config, read="int8").programs == 2
 
 
 @pytest.mark.parametrize(("name", "at"), [("codes", 8), ("scales", 4)])
