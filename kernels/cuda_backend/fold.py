@@ -37,8 +37,8 @@ FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "fp8": 3, "int8": 4, "nvfp4": 5, "mx
 _THREADS_HELD = 512
 """Of a multiprocessor, with the registers that keep a state in them in fp32."""
 _MORE_THREADS = 768
-"""Likewise, in fp16: states that nothing else reads, or which are encoded as they are stored."""
-_ENCODED_HALVES = (None, "fp8", "nvfp4", "mxfp4")
+"""Likewise, in fp16: states that nothing else reads, or which are encoded in four bits as they are stored."""
+_ENCODED_HALVES = (None, "nvfp4", "mxfp4")
 _MOST_STAGED = 8
 """Warps of a program whose states of fp16 wait in shared memory."""
 _ROWS_AT_ONCE = 2
