@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from replayssm.adapters.sglang.doctor import examine
+from tests.adapters.sglang import processes
 
 RUN = "from replayssm.cli.main import app; app()"
 MISSING = """
@@ -19,15 +17,10 @@ context.publish = publish
 
 def doctor(before: str = "") -> tuple[int, dict[str, str]]:
     """Exit status, and lines by what they are about; in a process whose plugins are not loaded yet."""
-    result = subprocess.run(
-        [sys.executable, "-c", before + RUN, "doctor", "--engine", "sglang"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in result.stdout.splitlines() if line.startswith(("ok  ", "FAIL"))]
-    assert lines, result.stdout + result.stderr
-    return result.returncode, {line[5:].partition(":")[0]: line for line in lines}
+    ended = processes.run(["-c", before + RUN, "doctor", "--engine", "sglang"])
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(("ok  ", "FAIL"))]
+    assert lines, ended.log
+    return ended.status, {line[5:].partition(":")[0]: line for line in lines}
 
 
 def test_all_is_well() -> None:
