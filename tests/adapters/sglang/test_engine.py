@@ -120,7 +120,7 @@ def test_mixed_chunks_and_retraction(
 def test_overlap_and_an_extra_buffer(strategy: str, tmp_path: Path) -> None:
     """L12, L18: SGLang's default settings; the prefix cache keeps states of decode steps in flight."""
     model = convert("gdn", tmp_path / "gdn")
-    given = {"mamba_radix_cache_strategy": strategy, "mamba_track_interval": 64, "scale": 4}
+    given = {"mamba_radix_cache_strategy": strategy, "mamba_track_interval": 64, "scale": 5}
     off, _ = serve(model, max_total_tokens=4000, **given)
     on, _ = serve(
         model, max_total_tokens=4000, **given, enable_linear_replayssm=True, linear_replayssm_cache_len=7
