@@ -310,8 +310,8 @@ class StochasticReadCopies(Lifecycle):
     ("machine", "examples"),
     [
         (Lifecycle, EXAMPLES),
-        (LowActivations, EXAMPLES),
-        (LowStates, EXAMPLES),
+        (LowActivations, EXAMPLES // 2),
+        (LowStates, EXAMPLES // 2),
         (ReadCopies, EXAMPLES // 8),
         (StochasticReadCopies, EXAMPLES // 10),
     ],

@@ -35,7 +35,7 @@ class EmulatedProgram:
         folder = Path(mkdtemp(prefix="emulated"))
         source, library = folder / "step.cpp", folder / "step.so"
         source.write_text("\n".join(parts), encoding="utf-8")
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DKERNEL={config.entry}", *config.defines()]
+        flags = ["-std=c++17", "-Og", "-shared", "-fPIC", "-w", f"-DKERNEL={config.entry}", *config.defines()]
         flags += ["-DBACKWARDS"] * backwards
         checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
         subprocess.run(["g++", *flags, *checks, "-o", library, source], check=True)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.adapters.sglang import processes
 from tests.adapters.sglang.test_engine import HERE, NGRAM_TREES, NO_BUFFER, convert
 
 WINDOW = 7
@@ -44,19 +43,15 @@ ON_A_GPU = {
 
 def churn(model: Path, target: Path, plugins: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
     """What `churn_run` found, and the log."""
-    path = [*(str(HERE / plugin) for plugin in plugins), os.environ.get("PYTHONPATH", "")]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    result = subprocess.run(
-        [sys.executable, str(HERE / "churn_run.py"), str(model), json.dumps(options), str(target)],
-        env={**os.environ, **RETRACTIONS, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600 + options.get("seconds", 0),
+    ended = processes.run(
+        [str(HERE / "churn_run.py"), str(model), json.dumps(options), str(target)],
+        plugins,
+        RETRACTIONS,
+        seconds=int(600 + options.get("seconds", 0)),
+        fresh=options.get("device") != "cpu",
     )
-    log = result.stdout + result.stderr
-    assert target.exists(), log[-4000:]
-    return {**json.loads(target.read_text()), "log": log}
+    assert target.exists(), ended.log[-4000:]
+    return {**json.loads(target.read_text()), "log": ended.log}
 
 
 def assert_nothing_is_lost(found: dict[str, Any], window: int) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from replayssm.adapters.sglang.doctor import examine
+from tests.adapters.sglang import processes
 
 RUN = "from replayssm.cli.main import app; app()"
 MISSING = """
@@ -17,21 +15,16 @@ context.publish = publish
 """
 
 
-def doctor(before: str = "") -> tuple[int, dict[str, str]]:
+def doctor(before: str = "", fresh: bool = False) -> tuple[int, dict[str, str]]:
     """Exit status, and lines by what they are about; in a process whose plugins are not loaded yet."""
-    result = subprocess.run(
-        [sys.executable, "-c", before + RUN, "doctor", "--engine", "sglang"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in result.stdout.splitlines() if line.startswith(("ok  ", "FAIL"))]
-    assert lines, result.stdout + result.stderr
-    return result.returncode, {line[5:].partition(":")[0]: line for line in lines}
+    ended = processes.run(["-c", before + RUN, "doctor", "--engine", "sglang"], fresh=fresh)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(("ok  ", "FAIL"))]
+    assert lines, ended.log
+    return ended.status, {line[5:].partition(":")[0]: line for line in lines}
 
 
 def test_all_is_well() -> None:
-    status, lines = doctor()
+    status, lines = doctor(fresh=True)
     assert status == 0
     assert list(lines) == ["SGLang", "switch", "plugin", "functions", "hooks", "settings", "kernels"]
     assert all(line.startswith("ok") for line in lines.values())

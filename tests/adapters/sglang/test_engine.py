@@ -7,11 +7,8 @@ plugin in `cpu_engine`.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.adapters.sglang import processes
 
 HERE = Path(__file__).parent
 MODELS = HERE.parents[2] / "examples" / "models"
@@ -62,21 +61,13 @@ def convert(rule: str, target: Path, dtype: str = "float32") -> Path:
     return target
 
 
-def serve(model: Path, **options: Any) -> tuple[dict[str, Any], str]:
-    """What `engine_run` printed, and the server's log."""
-    path = [str(HERE / "stubs"), str(HERE / "cpu_engine"), os.environ.get("PYTHONPATH", "")]
-    result = subprocess.run(
-        [sys.executable, str(HERE / "engine_run.py"), str(model), json.dumps(options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    log = result.stdout + result.stderr
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, log[-4000:]
-    return json.loads(lines[0].removeprefix("RESULT ")), log
+def serve(model: Path, fresh: bool = False, **options: Any) -> tuple[dict[str, Any], str]:
+    """What `engine_run` printed, and the server's log; `fresh`: each of its processes is an interpreter."""
+    command = [str(HERE / "engine_run.py"), str(model), json.dumps(options)]
+    ended = processes.run(command, ("stubs", "cpu_engine"), fresh=fresh)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, ended.log[-4000:]
+    return json.loads(lines[0].removeprefix("RESULT ")), ended.log
 
 
 def assert_same(on: dict[str, Any], off: dict[str, Any]) -> None:
@@ -92,9 +83,13 @@ def assert_same(on: dict[str, Any], off: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rule", FOLDERS)
 def test_the_same_tokens_with_the_flag(rule: str, plain: Plain, tmp_path: Path) -> None:
-    """L12, L16, L18: greedy tokens and prefix hits, over prompts that go on from finished requests."""
+    """L12, L16, L18: greedy tokens and prefix hits, over prompts that go on from finished requests.
+
+    One of the engines has all of its processes as a server has them.
+    """
     model, off = convert(rule, tmp_path / rule), plain(rule)
-    on, log = serve(model, **NO_BUFFER, enable_linear_replayssm=True, linear_replayssm_cache_len=7)
+    given = {**NO_BUFFER, "enable_linear_replayssm": True, "linear_replayssm_cache_len": 7}
+    on, log = serve(model, fresh=rule == "gdn", **given)
     assert f"replayssm: 6 {rule} layers of SGLang" in log
     assert_same(on, off)
     assert on["cached"] == off["cached"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +26,7 @@ from replayssm.adapters.sglang.patch_points import (
 )
 from replayssm.core.config import ConfigError
 from replayssm.core.formats import state_tensors
+from tests.adapters.sglang import processes
 from tests.adapters.sglang.engine import RULES, Engine, server_args, write_model
 
 # A process of SGLang: plugins are loaded, then arguments parsed and resolved. Prints what came of it.
@@ -49,17 +48,12 @@ CPU = ("--device", "cpu", "--load-format", "dummy", "--skip-tokenizer-init", "--
        "--mamba-radix-cache-strategy", "no_buffer")  # fmt: skip
 
 
-def process(model: Path, *arguments: str, **environment: str) -> tuple[Any, str]:
-    """What a fresh process printed as its result, and everything that it wrote."""
-    result = subprocess.run(
-        [sys.executable, "-c", PROCESS, "--model-path", str(model), *CPU, *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(lines[0].removeprefix("RESULT ")) if lines else None, result.stdout + result.stderr
+def process(model: Path, *arguments: str, fresh: bool = False, **environment: str) -> tuple[Any, str]:
+    """What a process printed as its result, and everything that it wrote; `fresh`: it is an interpreter."""
+    command = ["-c", PROCESS, "--model-path", str(model), *CPU, *arguments]
+    ended = processes.run(command, environment=environment, fresh=fresh)
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(lines[0].removeprefix("RESULT ")) if lines else None, ended.log
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_options_in_a_fresh_process(model: Path) -> None:
     found, text = process(
         model, "--enable-linear-replayssm", "--replayssm-window", "8",
-        "--replayssm-precision", "nvfp4/fp16+sr", REPLAYSSM_BACKEND="torch",
+        "--replayssm-precision", "nvfp4/fp16+sr", REPLAYSSM_BACKEND="torch", fresh=True,
     )  # fmt: skip
     shown = {"window": 8, "backend": "torch", "precision": "nvfp4/fp16+sr", "speculation": False}
     assert found == [shown, False], text

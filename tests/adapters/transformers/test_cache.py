@@ -78,6 +78,7 @@ def diverging(ids: torch.Tensor, at: int, seed: int) -> torch.Tensor:
 # Windows and drafts.
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 16, 64])
 def test_every_window(model: Any, window: int) -> None:
     stream = Stream(model, zoo.tokens(2, 32))
@@ -88,6 +89,7 @@ def test_every_window(model: Any, window: int) -> None:
     with_replay.disable()
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(("window", "max_draft"), [(1, 1), (4, 2), (5, 5), (16, 3), (32, 8)])
 @pytest.mark.parametrize("name", ASSISTED)
 def test_speculation_with_every_window(name: str, window: int, max_draft: int) -> None:

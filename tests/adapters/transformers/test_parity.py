@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,6 +33,12 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return model.generate(ids, **{"do_sample": False, "max_new_tokens": NEW, **options})[:, ids.shape[1] :]
 
 
+@cache
+def stock_tokens(case: zoo.Model) -> torch.Tensor:
+    """Greedy tokens of the model before anything is patched."""
+    return generate(case.build(), zoo.repetitive())
+
+
 def replayed(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Handle]:
     """Tokens under replay; a small window, so that flushes happen."""
     handle = enable(model, window=8, max_draft=4)
@@ -47,7 +54,7 @@ def assert_varied(ids: torch.Tensor) -> None:
 
 
 def test_greedy(case: zoo.Model, model: Any) -> None:
-    expected = generate(model, zoo.repetitive())
+    expected = stock_tokens(case)
     assert_varied(expected)
     got, handle = replayed(model, zoo.repetitive())
     assert torch.equal(got, expected)
@@ -83,7 +90,7 @@ def test_beam_search(case: zoo.Model, model: Any) -> None:
 
 
 def test_prompt_lookup(case: zoo.Model, model: Any) -> None:
-    expected = generate(model, zoo.repetitive())
+    expected = stock_tokens(case)
     if not case.assisted:
         with pytest.raises(UnsupportedModel, match=f"needs transformers {case.assisted_since} or later"):
             replayed(model, zoo.repetitive(), prompt_lookup_num_tokens=3)
@@ -95,7 +102,7 @@ def test_prompt_lookup(case: zoo.Model, model: Any) -> None:
 
 def test_assistant(case: zoo.Model, model: Any) -> None:
     """Some of the assistant's drafts are accepted and some refused; it is replayed as well."""
-    expected = generate(model, zoo.repetitive())
+    expected = stock_tokens(case)
     assistant = case.build(noise=0.01)
     assistant.generation_config.num_assistant_tokens = 3
     assistant.generation_config.num_assistant_tokens_schedule = "constant"

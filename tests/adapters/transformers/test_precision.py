@@ -57,6 +57,7 @@ def test_models_in_low_precision(name: str, dtype: torch.dtype) -> None:
     assert handle.account.steps == NEW + NEW // 4
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_states_in_low_precision(name: str, precision: str) -> None:
@@ -125,6 +126,7 @@ def converse(model: Any, ids: torch.Tensor, precision: str) -> tuple[torch.Tenso
     return torch.cat(logits, 1), states
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(("name", "precision"), SPLIT)
 def test_a_read_copys_error_never_enters_a_state(name: str, precision: str) -> None:
     """The first recurrent layer, whose inputs are the same, ends with the state that fp32 alone gives it.
@@ -141,6 +143,7 @@ def test_a_read_copys_error_never_enters_a_state(name: str, precision: str) -> N
     assert (states[-1] - plain[-1]).abs().max() > 1e-4 * plain[-1].abs().max()
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -178,6 +181,7 @@ def test_a_cache_from_before_is_taken_over(precision: str) -> None:
         torch.testing.assert_close(*logits)
 
 
+@pytest.mark.one_version
 @torch.no_grad()
 def test_the_account_of_two_copies() -> None:
     """Steps read the read copy; a fold reads the recurrence copy, and writes both."""
