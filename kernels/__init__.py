@@ -9,6 +9,7 @@ from replayssm.kernels.api import (
     load_states,
     mamba2_step,
     materialize,
+    renew,
     store_states,
 )
 from replayssm.kernels.layer_table import LayerTable
@@ -28,5 +29,6 @@ __all__ = [
     "load_states",
     "mamba2_step",
     "materialize",
+    "renew",
     "store_states",
 ]

@@ -455,6 +455,43 @@ def store_states(
 
 
 @torch.no_grad()
+def renew(
+    states: Sequence[StateCopy] | LayerTable,
+    slots: torch.Tensor,
+    *,
+    read_states: Sequence[StateCopy] | None = None,
+    backend: str = "auto",
+) -> None:
+    """Make the read copies of slots anew from their states, in all layers.
+
+    For states that others have written, such as a prefill or a copy of a slot. `materialize` without records
+    does the same and more; this is a small launch a layer on a GPU.
+
+    Args:
+        states: per layer `[slots, HV, V, K]`; only read. Or a `LayerTable`, with its read copies.
+        slots: `[B]` int; negative ones are skipped.
+        read_states: per layer the read copy; mutated at `slots`. `None` with a `LayerTable`.
+        backend: `"auto"`, `"torch"` or `"cuda"`; others, which do not know read copies, take the torch one.
+
+    Raises:
+        ValueError: there are no read copies, they do not match the states, or `slots` is no `[B]` int tensor.
+        BackendUnavailable: the backend named cannot run here.
+    """
+    if isinstance(states, LayerTable):
+        read_states, states = states.read_states, states.states
+    if not states:
+        return
+    if read_states is None or len(read_states) != len(states):
+        given = "none" if read_states is None else len(read_states)
+        raise ValueError(f"read_states: expected one for each of {len(states)} layers, got {given}")
+    check_indices(slots=slots)
+    for state, read_state in zip(states, read_states, strict=True):
+        check_read_state(state, read_state)
+    copies = copies_of(states[0], read_states[0])
+    resolve_operation(backend, slots.device, "renew", copies).renew(states, read_states, slots)
+
+
+@torch.no_grad()
 def compact(
     rings: Sequence[Mapping[str, torch.Tensor]] | LayerTable,
     ring_start: torch.Tensor,

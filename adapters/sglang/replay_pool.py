@@ -249,7 +249,7 @@ class ReplayPool:
     def renew(self, slots: torch.Tensor) -> None:
         """Make the read copies of `slots` (`[B]` int) anew from their states, once these are all there."""
         if self.read_states is not None:
-            self._write_states(slots, slots, torch.zeros_like(slots), slots > PAD_SLOT)
+            kernels.renew(self._table, torch.where(slots > PAD_SLOT, slots, -1), backend=self.backend)
 
     def adopt(self, slots: torch.Tensor) -> None:
         """The states of `slots` (`[B]` int) were written on this stream: they are the checkpoints now."""

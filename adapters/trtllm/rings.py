@@ -83,7 +83,6 @@ class Rings(Records):
         nodes = torch.arange(layout.max_draft, dtype=torch.int32, device=device)
         self._before = nodes - 1
         self.parents = self._before.repeat(batch, 1)
-        self._none_live = torch.zeros_like(self.cursors.history)
         # For what applies no records, where any decay does. Layers tell theirs when they run, and then a CUDA
         # graph may be being captured.
         decay = torch.full((layout.geometry.value_heads,), -1.0, device=device)
@@ -299,20 +298,7 @@ class Rings(Records):
     def _renew(self, slots: torch.Tensor, rings: torch.Tensor) -> None:
         """Make the read copies of `slots` anew where there is a ring; records are left alone."""
         slots = torch.where(rings >= 0, slots, NONE)
-        kernels.materialize(
-            self.rule,
-            self._undecayed,
-            None,
-            self.cursors.start,
-            torch.zeros_like(slots),
-            slots,
-            slots,
-            window=self.cursors.window,
-            ring_indices=rings,
-            # No record is live here: a state may have moved below the records of its ring.
-            hist_len=self._none_live,
-            backend=self.backend,
-        )
+        kernels.renew(self._undecayed, slots, backend=self.backend)
 
     def _turn(self, slots: torch.Tensor, rings: torch.Tensor, back: bool) -> None:
         if not self.turned:

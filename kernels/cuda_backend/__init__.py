@@ -18,6 +18,7 @@ import torch
 
 from replayssm.core.formats import PACKED, PackedState, StateCopy
 from replayssm.core.geometry import Rule
+from replayssm.kernels import torch_backend
 from replayssm.kernels.checks import is_aligned
 from replayssm.kernels.cuda_backend import fold
 from replayssm.kernels.cuda_backend.arguments import give_index, give_rings
@@ -26,7 +27,7 @@ from replayssm.kernels.cuda_backend.cut import ONE_WAVE, config, cut, read_confi
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 
-__all__ = ["gdn_step", "kda_step", "mamba2_step", "refuses", "unavailable"]
+__all__ = ["gdn_step", "kda_step", "mamba2_step", "refuses", "renew", "unavailable"]
 
 SERVES_COPIES = True
 
@@ -141,6 +142,18 @@ def kda_step(
     )
     copies = read_state, beta_cache
     return _delta_step(Rule.KDA, params, tensors, copies, window, index, rand_seed, layer)
+
+
+def renew(states: Sequence[StateCopy], read_states: Sequence[StateCopy], slots: torch.Tensor) -> None:
+    """See `replayssm.kernels.renew`; packed states, and copies that are not, are the torch backend's."""
+    slots = slots.contiguous()
+    if not len(slots):
+        return
+    for state, read_state in zip(states, read_states, strict=True):
+        if fold.renews(state, read_state):
+            fold.renew(state, read_state, slots)
+        else:
+            torch_backend.renew([state], [read_state], slots)
 
 
 def _delta_step(

@@ -17,7 +17,8 @@
 // Values in fp16 stay so, two to a word, and D is one fp16 operand, which is exact.
 //
 // Compile-time, besides those of common.cuh: READ (the read copy's format, -1 without one), WARPS, RECORDS
-// (8-record tiles of the window), PROGRAMS (that a multiprocessor shall hold). STATE and READ are formats as
+// (8-record tiles of the window), RENEWS (read copies are made anew from states, and nothing is folded),
+// PROGRAMS (that a multiprocessor shall hold). STATE and READ are formats as
 // formats.cuh numbers them.
 //
 // Layouts. A lane is (g, c) = (lane / 4, lane % 4). It holds rows 2g and 2g + 1 of its warp's 16, as rows g
@@ -884,6 +885,27 @@ DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int nex
     store_head(p, flushes()[item].slot, head, x, state);
 }
 
+#if RENEWS
+extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
+    replay_fold(const __grid_constant__ FoldParams p) {
+    follow();
+    const int head = grid_x() % p.HV, warp = warp_id(), lane = lane_id(), c = lane & 3;
+    const i64 slot = slot_of(p, grid_x() / p.HV);
+    if (slot < 0) return;
+    u32* const maxima = (u32*)(shared_memory + AT_MAXIMA);
+    State state;
+    const Scales scales = load_tile<STATE>(state, p.state, slot, head, 16 * warp + 2 * (lane >> 2), c);
+    if constexpr (HALVES && encodes_halves(READ)) {
+        store_halves<READ>(p.read, state, slot, head, maxima, warp, lane);
+    } else {
+        float x[2][32];
+        decode(x, state, scales, c);
+        Read read;
+        store_tile<READ_AS, false>(read, p.read, x, slot, head, maxima, warp, lane,
+                                   random_words(p, slot, head, lane));
+    }
+}
+#else
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     replay_fold(const __grid_constant__ FoldParams p) {
     await_previous();  // first: the step's rows that do not flush wait for this kernel's start alone
@@ -904,3 +926,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
         }
     }
 }
+#endif

@@ -57,6 +57,7 @@ class FoldConfig:
         records: 8-record tiles of the window, 2 or 4.
         stochastic: whether the recurrence copy is rounded stochastically.
         threads: that a multiprocessor shall hold at a time, and have registers for; 0: as suits the format.
+        renews: whether it makes read copies anew and folds nothing.
     """
 
     rule: Rule
@@ -67,6 +68,7 @@ class FoldConfig:
     records: int
     stochastic: bool
     threads: int = 0
+    renews: bool = False
     source: ClassVar[str] = "fold.cu"
     headers: ClassVar[tuple[str, ...]] = (*SHARED_SOURCES, "formats.cuh")
     entry: ClassVar[str] = "replay_fold"
@@ -78,6 +80,7 @@ class FoldConfig:
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group, "STATE": FORMATS[self.state],
             "READ": -1 if self.read is None else FORMATS[self.read], "WARPS": self.warps,
             "RECORDS": self.records, "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
+            "RENEWS": int(self.renews),
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in values.items()]
 
@@ -230,11 +233,45 @@ def fold(
     config = FoldConfig(
         rule, V, HV // H, state_format(state), read, 2 if window <= 16 else 4, rand_seed is not None
     )
-    device = state.device
-    most = _multiprocessors(device) * config.programs
-    stream = torch.cuda.current_stream(device).cuda_stream if state.device.type == "cuda" else 0
+    most = _multiprocessors(state.device) * config.programs
+    _launch(config, min(batch * HV, most), params, state.device)
+
+
+def renews(state: StateCopy, read_state: StateCopy) -> bool:
+    """Whether `renew` serves these copies: plain states, and packed copies that lie as kernels read them."""
+    return (
+        isinstance(state, torch.Tensor)
+        and isinstance(read_state, PackedState)
+        and state.shape[-1] == KEY_DIM
+        and state.shape[-2] % 8 == 0
+        and all(
+            is_dense(pool, pool.dim() - 2) and is_aligned(pool)
+            for pool in (state, read_state.codes, read_state.scales)
+        )
+    )
+
+
+def renew(state: StateCopy, read_state: StateCopy, slots: torch.Tensor) -> None:
+    """Make the read copies of `slots` anew from their states, which `renews` has taken; negative ones not.
+
+    Args:
+        state: `[slots, HV, V, 128]` fp32, bf16 or fp16; only read.
+        read_state: of the same shape; mutated.
+        slots: `[B]` int32 or int64, dense.
+    """
+    HV, V, _ = state.shape[1:]
+    params = FoldParams(state=Copy.of(state), read=Copy.of(read_state), HV=HV, B=len(slots))
+    params.state_indices, params.wide_state = slots.data_ptr(), slots.dtype is torch.int64
+    config = FoldConfig(
+        Rule.MAMBA2, V, 1, state_format(state), state_format(read_state), 2, False, renews=True
+    )
+    _launch(config, len(slots) * HV, params, state.device)
+
+
+def _launch(config: FoldConfig, programs: int, params: FoldParams, device: torch.device) -> None:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     number = -1 if device.index is None else device.index
-    program(config, number).launch((min(batch * HV, most), 1), params, stream)
+    program(config, number).launch((programs, 1), params, stream)
 
 
 @cache

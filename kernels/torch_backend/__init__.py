@@ -6,6 +6,8 @@ accelerator. The functions take what `replayssm.kernels`' public functions have 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from replayssm.core.cursors import Cursors
@@ -186,6 +188,12 @@ def store_states(
 ) -> None:
     """See `replayssm.kernels.store_states`."""
     Checkpoint(state, read_state, rand_seed, layer).store_all(values)
+
+
+def renew(states: Sequence[StateCopy], read_states: Sequence[StateCopy], slots: torch.Tensor) -> None:
+    """See `replayssm.kernels.renew`."""
+    for state, read_state in zip(states, read_states, strict=True):
+        Checkpoint(state, read_state, None, 0).renew(slots, slots >= 0)
 
 
 def compact(

@@ -45,7 +45,7 @@ class Checkpoint:
         rounded = _rounded(self.state, values, self._words(slots, values))
         for pool, rows in zip(state_tensors(self.state), rounded, strict=True):
             _write(pool, slots, rows, valid)
-        self._renew(slots, valid)
+        self.renew(slots, valid)
 
     def store_all(self, values: torch.Tensor) -> None:
         """Round fp32 `values` of every slot once into the recurrence copy, and renew the read copy."""
@@ -53,7 +53,7 @@ class Checkpoint:
         rounded = _rounded(self.state, values, self._words(every, values))
         for pool, rows in zip(state_tensors(self.state), rounded, strict=True):
             pool.copy_(rows)
-        self._renew(every, torch.ones_like(every, dtype=torch.bool))
+        self.renew(every, torch.ones_like(every, dtype=torch.bool))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, valid: torch.Tensor) -> None:
         """Copy the valid rows' packed states from slot to slot, with no rounding, and renew the read copy."""
@@ -61,7 +61,7 @@ class Checkpoint:
             state_tensors(self.state), state_tensors(select_states(self.state, source)), strict=True
         ):
             _write(pool, target, rows, valid)
-        self._renew(target, valid)
+        self.renew(target, valid)
 
     def _words(self, slots: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
         if self.rand_seed is None:
@@ -69,7 +69,7 @@ class Checkpoint:
         words = random_words(self.rand_seed, slots.clamp(min=0), self.layer, values[0].numel())
         return words.view(values.shape)
 
-    def _renew(self, slots: torch.Tensor, valid: torch.Tensor) -> None:
+    def renew(self, slots: torch.Tensor, valid: torch.Tensor) -> None:
         if self.read_state is None:
             return
         rounded = _rounded(self.read_state, _load(self.state, slots.clamp(min=0).long()), None)

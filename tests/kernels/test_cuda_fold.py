@@ -16,7 +16,7 @@ import torch
 from replayssm import kernels
 from replayssm.core import LayerGeometry, RingLayout, Rule
 from replayssm.core.formats import PackedState, StateCopy, allocate_states, state_tensors
-from replayssm.kernels import StepIndex
+from replayssm.kernels import StepIndex, cuda_backend
 from replayssm.kernels.cuda_backend import build, fold
 from replayssm.kernels.cuda_backend.fold import FoldConfig, FoldParams
 from tests import support
@@ -55,7 +55,7 @@ def test_defines() -> None:
     assert names == set(values)
     assert values == {
         "RULE": "2", "V": "96", "GROUP": "2", "STATE": "2", "READ": "5", "WARPS": "6", "RECORDS": "2",
-        "STOCHASTIC": "1", "PROGRAMS": str(config.programs),
+        "STOCHASTIC": "1", "PROGRAMS": str(config.programs), "RENEWS": "0",
     }  # fmt: skip
 
 
@@ -178,6 +178,41 @@ def same_copies(left: Case, right: Case) -> bool:
     pairs = zip(left.copies, right.copies, strict=True)
     each = (pair for copies in pairs for pair in zip(*map(state_tensors, copies), strict=True))
     return all(same_bits(plain_bytes(a), plain_bytes(b)) for a, b in each)
+
+
+@pytest.mark.parametrize(
+    "precision", ["fp16/nvfp4", "fp16/fp8", "fp16/int8", "fp32/nvfp4", "bf16/mxfp4", "fp32/fp8"]
+)
+def test_renewed_copies(precision: str, emulate: None) -> None:
+    """Every kind of number; slots in any order, twice and not at all, and no others are touched."""
+    kept, read = precision.split("/")
+    values = heads()
+    state = values.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kept])
+    mine, other = (allocate_states(read, tuple(state.shape), "cpu") for _ in range(2))
+    assert isinstance(mine, PackedState)
+    for tensor in (*state_tensors(mine), *state_tensors(other)):
+        tensor.view(torch.uint8).fill_(0x5A)
+    slots = torch.tensor([2, -1, 0, 2])[:, None].expand(4, 3)[:, 0]
+    assert fold.renews(state, mine)
+    cuda_backend.renew([state], [mine], slots)
+    kernels.renew([state], slots, read_states=[other], backend="torch")
+    for a, b in zip(state_tensors(mine), state_tensors(other), strict=True):
+        assert same_bits(a.view(torch.uint8), b.view(torch.uint8))
+    assert (mine.codes[1].view(torch.uint8) == 0x5A).all()
+
+
+def test_copies_that_torch_renews() -> None:
+    """Packed states, plain copies, other key dimensions, pools off a vector's boundary."""
+    state, read = torch.randn(2, 2, 8, 128), allocate_states("fp8", (2, 2, 8, 128), "cpu")
+    assert isinstance(read, PackedState)
+    assert fold.renews(state, read)
+    assert not fold.renews(allocate_states("fp8", (2, 2, 8, 128), "cpu"), read)
+    assert not fold.renews(state, torch.empty(2, 2, 8, 128, dtype=torch.bfloat16))
+    assert not fold.renews(torch.randn(2, 2, 8, 64), allocate_states("fp8", (2, 2, 8, 64), "cpu"))
+    assert not fold.renews(torch.randn(2 * 2 * 8 * 128 + 1)[1:].view(2, 2, 8, 128), read)
+    copy = torch.empty(2, 2, 8, 128, dtype=torch.bfloat16)
+    cuda_backend.renew([state], [copy], ints([1]))
+    assert torch.equal(copy[1], state[1].bfloat16())
 
 
 def heads() -> torch.Tensor:

@@ -475,6 +475,16 @@ def test_refused_copies(rule: str) -> None:
         make_layer(geometry(rule), precision="nvfp4/fp32")
 
 
+def test_refused_renewals() -> None:
+    state, read = torch.zeros(2, 1, 8, 32), allocate_states("fp8", (2, 1, 8, 32), "cpu")
+    with pytest.raises(ValueError, match="read_states: expected one for each of 1 layers, got none"):
+        kernels.renew([state], ints([0]))
+    with pytest.raises(ValueError, match="slots: expected"):
+        kernels.renew([state], torch.zeros(1), read_states=[read])
+    with pytest.raises(ValueError, match="read_state"):
+        kernels.renew([state], ints([0]), read_states=[allocate_states("fp8", (2, 1, 8, 16), "cpu")])
+
+
 def test_refused_folds() -> None:
     layer = make("gdn", "nvfp4/fp32")
     cursors = Walk.of(layer).cache.cursors
