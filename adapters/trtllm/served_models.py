@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from replayssm.adapters.trtllm.activation import install
@@ -20,8 +21,13 @@ from replayssm.adapters.trtllm.targets import MODEL_MODULES
 
 def _register() -> dict[str, type]:
     """Each architecture of the engine's recurrent models, as a class of this module."""
-    import_module(f"{PACKAGE}._torch.models")
-    utils: Any = import_module(f"{PACKAGE}._torch.models.modeling_utils")
+    models = f"{PACKAGE}._torch.models"
+    import_module(models)
+    for name in MODEL_MODULES:
+        # Newer releases import a model's module no earlier than its architecture is looked up.
+        if find_spec(f"{models}.{name}") is not None:
+            import_module(f"{models}.{name}")
+    utils: Any = import_module(f"{models}.modeling_utils")
     found = {
         name: cls
         for name, cls in utils.MODEL_CLASS_MAPPING.items()

@@ -1,4 +1,4 @@
-"""The adapters that the stream is sent through: one fixture each, named in `ADAPTERS`.
+"""The adapters that the stream is sent through: one fixture each, named in `ADAPTERS` or `GENERATIONS`.
 
 A fixture gives a function that starts its `Side` for a stream, and raises `Absent` where there is none.
 """
@@ -14,10 +14,19 @@ from typing import Any
 import pytest
 
 from tests.adapters.trtllm.conftest import importable
-from tests.adapters.trtllm.generations import DOUBLE
+from tests.adapters.trtllm.generations import DOUBLE, copy
 from tests.parity.stream import Side, Stream
 
 ADAPTERS = ("sglang", "trtllm_double_python", "trtllm_double_cpp", "trtllm_double_v2")
+"""Sent every stream."""
+GENERATIONS = {
+    "trtllm_double_g0": ("drafts", "standard"),
+    "trtllm_double_g2": ("drafts", "standard"),
+    "trtllm_double_g4": ("drafts",),
+    "trtllm_double_g4b": ("drafts", "standard"),
+}
+"""Other generations of TensorRT-LLM than g3, with the streams they are sent: g4 has g3's functions
+elsewhere, and one stream shows it."""
 
 Start = Callable[[Stream], Side]
 
@@ -54,11 +63,12 @@ def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     return start
 
 
-def _trtllm(manager: str) -> Any:
+def _trtllm(manager: str, generation: str = "g3") -> Any:
     @pytest.fixture
-    def trtllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    def trtllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         """The interface double of TensorRT-LLM, with one of its managers."""
-        with importable(DOUBLE, monkeypatch):
+        folder = DOUBLE if generation == "g3" else copy(tmp_path, generation).parent
+        with importable(folder, monkeypatch):
             from tests.parity.trtllm_side import TensorRT, absent
 
             def start(stream: Stream) -> Side:
@@ -75,3 +85,7 @@ def _trtllm(manager: str) -> Any:
 trtllm_double_python = _trtllm("python")
 trtllm_double_cpp = _trtllm("cpp")
 trtllm_double_v2 = _trtllm("v2")
+trtllm_double_g0 = _trtllm("flat", "g0")
+trtllm_double_g2 = _trtllm("cpp", "g2")
+trtllm_double_g4 = _trtllm("cpp", "g4")
+trtllm_double_g4b = _trtllm("v2", "g4b")

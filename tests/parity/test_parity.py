@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
 from tests import oracle
-from tests.parity.conftest import ADAPTERS, Absent
+from tests.parity.conftest import ADAPTERS, GENERATIONS, Absent
 from tests.parity.stream import (
     EVENTS,
     FLUSH,
@@ -32,6 +33,14 @@ from tests.parity.table import ABSENT, DIFFERS, FAILED, PROPERTY, REFERENCE, not
 from tests.parity.transformers_side import Transformers
 
 Record = Callable[[str, object], None]
+CASES = [
+    *product(ADAPTERS, RULES, STREAMS),
+    *(
+        (adapter, rule, name)
+        for adapter, names in GENERATIONS.items()
+        for rule, name in product(("mamba2", "gdn"), names)
+    ),
+]
 
 
 @cache
@@ -44,9 +53,7 @@ def reference(rule: str, name: str) -> list[Moment]:
         side.handle.disable()
 
 
-@pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize(("adapter", "rule", "name"), CASES)
 def test_the_same_bits(
     adapter: str, rule: str, name: str, request: pytest.FixtureRequest, record_property: Record
 ) -> None:

@@ -1,22 +1,26 @@
 """The stream through TensorRT-LLM's interface double: its managers, metadata and mixers, with the adapter.
 
-The double's projections pass a token through as it is, and its convolution is told to. Its scheduler cannot
-give a decoding request's state to another, so a copy is made behind a prompt, as block reuse does.
+The double's projections pass a token through as it is, and its convolution and output gate are told to. Its
+scheduler cannot give a decoding request's state to another, so a copy is made behind a prompt, as block reuse
+does. A state without a ring lies as the engine's kernels of that generation have it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from replayssm.adapters.trtllm.activation import install
 from replayssm.adapters.trtllm.served import rings_of
 from replayssm.adapters.trtllm.settings import Settings
 from tests.adapters.trtllm import engine
 from tests.adapters.trtllm.engine import Request, Server
+from tests.adapters.trtllm.generations import engines
 from tests.parity.stream import AWAY, COPIED_LATER, LAYERS, SEQUENCES, WINDOW, Inputs, Slot, Stream
 
 
@@ -25,6 +29,8 @@ def absent(manager: str, stream: Stream) -> str | None:
     labels = {event.label for event in stream.events}
     if stream.rule not in engine.RULES:
         return "KDA is not served"
+    if manager == "flat" and stream.speculates:
+        return "there is no speculation"
     if COPIED_LATER in labels:
         return "states are copied behind prompts"
     if AWAY in labels and manager != "v2":
@@ -42,7 +48,9 @@ class TensorRT:
         install(Settings(WINDOW, "torch", None, None))
         speculation = stream.max_draft - 1 if stream.speculates else None
         self.server = _Recorded(manager, stream.rule, speculation, batch=SEQUENCES, act=stream.act)
-        _no_convolution(monkeypatch)
+        _pass_through(self.server, monkeypatch)
+        kernels = engines("_torch.modules.fla.fused_sigmoid_gating_recurrent")
+        self.turned = stream.rule == "gdn" and kernels.TURNED
         for layer, weights in zip(self.server.layers, stream.weights, strict=True):
             _load(stream.rule, layer, weights)
         rings = rings_of(self.server.manager)
@@ -110,7 +118,11 @@ class TensorRT:
         if pages is not None and not pages.is_active:
             states: list[torch.Tensor] = pages.host[0]
             return states
-        return [layer[slot if pages is None else pages.slot] for layer in self.server.states()]
+        found = [layer[slot if pages is None else pages.slot] for layer in self.server.states()]
+        if self.turned and self.rings._ring_of.get(self._id(name)) is None:
+            HV, V, K = found[0].shape
+            return [state.view(HV, K, V).mT for state in found]
+        return found
 
 
 class _Recorded(Server):
@@ -119,7 +131,8 @@ class _Recorded(Server):
     given: list[torch.Tensor]
 
     def _run(self, number: int, batch: Any, spec: Any, *_: Any) -> torch.Tensor:
-        out: torch.Tensor = self.layers[number](self.given[number], batch, batch.mamba_metadata, spec)
+        given = () if self.kind == "flat" else (spec,)
+        out: torch.Tensor = self.layers[number](self.given[number], batch, self.metadata, *given)
         return out
 
 
@@ -140,13 +153,14 @@ def _load(rule: str, layer: Any, weights: Inputs) -> None:
         values = weights
     for name, value in values.items():
         getattr(layer, name).data = value
-    if rule == "mamba2":
+    if hasattr(layer, "post_load_weights"):
         layer.post_load_weights()
 
 
-def _no_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tensorrt_llm._torch.modules.mamba import gdn_mixer, mamba2_mixer
-
-    for module in (gdn_mixer, mamba2_mixer):
-        for name in ("causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_update_triton"):
+def _pass_through(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions that change nothing, and output gates that are open."""
+    module = sys.modules[type(server.layers[0]).__module__]
+    for name in ("causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_update_triton"):
+        if hasattr(module, name):
             monkeypatch.setattr(module, name, lambda x, *args, **given: x)
+    monkeypatch.setattr(F, "silu", torch.ones_like)

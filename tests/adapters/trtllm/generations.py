@@ -44,7 +44,8 @@ def _as_it_is(root: Path) -> None:
 
 
 def _move(root: Path) -> None:
-    """Generation g4: modules are elsewhere."""
+    """Generation g4: modules are elsewhere, and models are imported when they are looked up."""
+    _overlay(root, "double_g4")
     for old, new in MOVED.items():
         source, target = (root.joinpath(*name.split(".")).with_suffix(".py") for name in (old, new))
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -14,24 +14,42 @@ from typer.testing import CliRunner
 
 from replayssm.adapters.trtllm.settings import ENV_CONFIG, Settings, read
 from replayssm.cli.main import app
-from tests.adapters.trtllm.generations import DOUBLE
+from tests.adapters.trtllm import processes
+from tests.adapters.trtllm.generations import DOUBLE, DOUBLES
 
+# As `trtllm-serve` and what it hands its workers: the classes themselves, or in newer releases module names.
 LAUNCH = """
 import importlib, pickle, sys
 from pathlib import Path
 folder = Path(sys.argv[1])
 sys.path.insert(0, str(folder.parent))
 importlib.import_module(folder.name)
-from tensorrt_llm._torch.models.modeling_utils import MODEL_CLASS_MAPPING
-sys.stdout.buffer.write(pickle.dumps(MODEL_CLASS_MAPPING))
+from tensorrt_llm._torch.models import modeling_utils as models
+export = getattr(models, "export_external_model_modules", None)
+sys.stdout.buffer.write(pickle.dumps(models.MODEL_CLASS_MAPPING if export is None else export()))
 """
-# As an MPI worker: its path and TRTLLM variables are the launcher's, and it unpickles the models' classes.
+# As an MPI worker: its path and TRTLLM variables are the launcher's, and it looks up the model it serves.
 WORK = """
-import pickle, sys
-mapping = pickle.load(sys.stdin.buffer)
-from tensorrt_llm._torch.pyexecutor.mamba_cache_manager import CppMambaHybridCacheManager as Manager
-print(hasattr(Manager.__init__, "_replayssm_original"), *sorted(cls.__module__ for cls in mapping.values()))
+import pickle, pkgutil, sys
+sent = pickle.load(sys.stdin.buffer)
+from tensorrt_llm._torch.models import modeling_utils as models
+if hasattr(models, "register_external_model_modules"):
+    models.register_external_model_modules(sent)
+    served = models.get_registered_model_class("Qwen3NextForCausalLM")
+else:
+    models.MODEL_CLASS_MAPPING.update(sent)
+    served = models.MODEL_CLASS_MAPPING["Qwen3NextForCausalLM"]
+manager = pkgutil.resolve_name(f"tensorrt_llm._torch.pyexecutor.{sys.argv[1]}")
+patched = hasattr(manager.__init__, "_replayssm_original")
+print(patched, served.__module__, *sorted(models.MODEL_CLASS_MAPPING))
 """
+MANAGER = {
+    "g0": "mamba_cache_manager:MambaCacheManager",
+    "g2": "mamba_cache_manager:CppMambaHybridCacheManager",
+    "g3": "mamba_cache_manager:CppMambaHybridCacheManager",
+    "g4": "kv_cache.mamba_cache_manager:CppMambaHybridCacheManager",
+    "g4b": "kv_cache.mamba_cache_manager:CppMambaHybridCacheManager",
+}
 
 
 def replayssm(*arguments: str | Path) -> tuple[int, str]:
@@ -40,17 +58,10 @@ def replayssm(*arguments: str | Path) -> tuple[int, str]:
 
 
 def run(
-    script: str, *arguments: str, stdin: bytes = b"", **environment: str
+    script: str, *arguments: str, stdin: bytes = b"", engine: Path = DOUBLE, **environment: str
 ) -> subprocess.CompletedProcess[bytes]:
-    path = os.pathsep.join([str(DOUBLE), *(each for each in sys.path if each)])
     own = {name: value for name, value in os.environ.items() if not name.startswith("TRTLLM")}
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        input=stdin,
-        capture_output=True,
-        check=False,
-        env={**own, "PYTHONPATH": path, **environment},
-    )
+    return processes.run(script, arguments, stdin, engine, {**own, **environment})
 
 
 @pytest.fixture
@@ -78,22 +89,23 @@ def test_the_folder_puts_one_name_on_the_path() -> None:
     assert importable == {"__init__.py", "replayssm_trtllm"}
 
 
-def test_workers_are_patched_by_unpickling_the_models(config: str) -> None:
-    launched = run(LAUNCH, module_dir(), **{ENV_CONFIG: config})
+@pytest.mark.parametrize("name", DOUBLES)
+def test_workers_are_patched_by_what_the_launcher_sends(
+    name: str, config: str, doubles: dict[str, Path]
+) -> None:
+    """And one that the variable does not reach, as under some launchers, is never silently without replay."""
+    engine, ours = doubles[name], "replayssm.adapters.trtllm.served_models"
+    launched = run(LAUNCH, module_dir(), engine=engine, **{ENV_CONFIG: config})
     assert launched.returncode == 0, launched.stderr.decode()
-    worked = run(WORK, stdin=launched.stdout, **{ENV_CONFIG: config})
+    worked = run(WORK, MANAGER[name], stdin=launched.stdout, engine=engine, **{ENV_CONFIG: config})
     assert worked.returncode == 0, worked.stderr.decode()
-    ours = "replayssm.adapters.trtllm.served_models"
-    assert worked.stdout.decode().split() == ["True", ours, ours]
-    assert b"replayssm: active in TensorRT-LLM g3" in worked.stderr
-
-
-def test_a_worker_without_settings_fails(config: str) -> None:
-    """As under a launcher that does not pass the variable on: never silently without replay."""
-    launched = run(LAUNCH, module_dir(), **{ENV_CONFIG: config})
-    worked = run(WORK, stdin=launched.stdout)
-    assert worked.returncode != 0
-    assert b"TRTLLM_REPLAYSSM_CONFIG is not set" in worked.stderr
+    models = ["NemotronHForCausalLM", "Qwen3NextForCausalLM"]
+    assert worked.stdout.decode().split() == ["True", ours, *models]
+    assert f"replayssm: active in TensorRT-LLM {name}, ".encode() in worked.stderr
+    if name in ("g3", "g4b"):
+        forgotten = run(WORK, MANAGER[name], stdin=launched.stdout, engine=engine)
+        assert forgotten.returncode != 0
+        assert b"TRTLLM_REPLAYSSM_CONFIG is not set" in forgotten.stderr
 
 
 def test_a_launch_without_settings_fails() -> None:
@@ -160,12 +172,12 @@ def test_init_overwrites_nothing(tmp_path: Path) -> None:
 
 # As a worker of another launcher: a folder of packages with the .pth file, then the engine alone.
 START = """
-import site, sys
+import pkgutil, site, sys
 site.addsitedir(sys.argv[1])
 import tensorrt_llm._torch.models as models
 from tensorrt_llm._torch.models.modeling_utils import MODEL_CLASS_MAPPING
-from tensorrt_llm._torch.pyexecutor.mamba_cache_manager import CppMambaHybridCacheManager as Manager
-patched = hasattr(Manager.__init__, "_replayssm_original")
+manager = pkgutil.resolve_name(f"tensorrt_llm._torch.pyexecutor.{sys.argv[2]}")
+patched = hasattr(manager.__init__, "_replayssm_original")
 print(patched, type(models.__spec__.loader).__name__, "replayssm.adapters.trtllm" in sys.modules)
 """
 
@@ -183,19 +195,22 @@ def test_printing_the_line_watches_nothing_in_this_process(packages: str) -> Non
     assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("replayssm")]
 
 
-def test_a_pth_file_activates_it_behind_the_models(packages: str, config: str) -> None:
-    done = run(START, packages, **{ENV_CONFIG: config})
+def test_a_pth_file_activates_it_behind_the_models(
+    packages: str, config: str, doubles: dict[str, Path]
+) -> None:
+    """Also where the models' package imports none of them."""
+    done = run(START, packages, MANAGER["g4b"], engine=doubles["g4b"], **{ENV_CONFIG: config})
     assert done.stdout.split() == [b"True", b"SourceFileLoader", b"True"], done.stderr
 
 
 def test_without_the_variable_a_pth_file_does_nothing(packages: str) -> None:
-    done = run(START, packages)
+    done = run(START, packages, MANAGER["g3"])
     assert done.stdout.split() == [b"False", b"SourceFileLoader", b"False"], done.stderr
 
 
 def test_with_wrong_settings_a_pth_file_ends_the_process(packages: str, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("windows: 8\n")
-    done = run(START, packages, **{ENV_CONFIG: str(wrong)})
+    done = run(START, packages, MANAGER["g3"], **{ENV_CONFIG: str(wrong)})
     assert done.returncode != 0
     assert b"windows" in done.stderr
