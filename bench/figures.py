@@ -315,6 +315,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "accuracy-source": partial(study_source, "accuracy"),
     "e2e-sglang": e2e_sglang,
     "e2e-sglang-mtp": partial(e2e_sglang, "e2e-sglang-mtp"),
+    "e2e-sglang-nemotron": partial(e2e_sglang, "e2e-sglang-nemotron"),
     "e2e-transformers": e2e_transformers,
     "kernels": kernels,
     "launch-shapes": launch_shapes,
