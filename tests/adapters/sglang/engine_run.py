@@ -2,11 +2,11 @@
 
     python engine_run.py MODEL OPTIONS
 
-OPTIONS are JSON: keyword arguments of SGLang's `Engine`; `scale`, by which outputs are longer; and `prompts`,
-in the place of those that are made here, which servers that share the work get with a room each. Prints one
-line `RESULT {...}`: of each request the prompt, the output tokens, the logarithms of their probabilities,
-how many tokens the prefix cache had, how many of them on the host, and with speculation in how many steps it
-was verified.
+OPTIONS are JSON: keyword arguments of SGLang's `Engine`; `scale`, by which outputs are longer; `logs`, false
+for no probabilities, with which SGLang mixes no batches; and `prompts`, in the place of those that are made
+here, which servers that share the work get with a room each. Prints one line `RESULT {...}`: of each
+request the prompt, the output tokens, the logarithms of their probabilities, how many tokens the prefix cache
+had, how many of them on the host, and with speculation in how many steps it was verified.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def main(model: str, options: dict[str, Any]) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
     scale = float(options.pop("scale", 1))
+    logs = bool(options.pop("logs", True))
     given: list[list[int]] = options.pop("prompts", [])
     shared = "disaggregation_mode" in options
     engine = Engine(
@@ -54,11 +55,12 @@ def main(model: str, options: dict[str, Any]) -> None:
         if shared:
             numbers = list(range(1, len(prompts) + 1))
             rooms = {"bootstrap_host": ["files"] * len(prompts), "bootstrap_room": numbers}
-        results = engine.generate(input_ids=prompts, sampling_params=lengths, return_logprob=True, **rooms)
+        results = engine.generate(input_ids=prompts, sampling_params=lengths, return_logprob=logs, **rooms)
         infos = [result["meta_info"] for result in results]
         found["prompts"] += prompts
         found["outputs"] += [result["output_ids"] for result in results]
-        found["logs"] += [[entry[0] for entry in info["output_token_logprobs"]] for info in infos]
+        if logs:
+            found["logs"] += [[entry[0] for entry in info["output_token_logprobs"]] for info in infos]
         found["cached"] += [info["cached_tokens"] for info in infos]
         found["host"] += [(info.get("cached_tokens_details") or {}).get("host", 0) for info in infos]
         found["rounds"] += [info.get("spec_verify_ct", 0) for info in infos]

@@ -100,14 +100,18 @@ def test_the_same_tokens_with_the_flag(rule: str, plain: Plain, tmp_path: Path) 
 
 @pytest.mark.parametrize("rule", FOLDERS)
 def test_mixed_chunks_and_retraction(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """L1, L11: prompts in chunks beside decode rows, and requests that are retracted and begin again."""
+    """L1, L11: prompts in chunks beside decode rows, and requests that are retracted and begin again.
+
+    Tokens alone: SGLang mixes no batch where a request asks for probabilities.
+    """
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
     monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "17")
     model = convert(rule, tmp_path / rule)
-    given = {**NO_BUFFER, "chunked_prefill_size": 16, "enable_mixed_chunk": True}
+    given = {**NO_BUFFER, "chunked_prefill_size": 16, "enable_mixed_chunk": True, "logs": False}
     off, _ = serve(model, **given)
     on, log = serve(model, **given, enable_linear_replayssm=True, linear_replayssm_cache_len=7)
-    assert_same(on, off)
+    assert on["outputs"] == off["outputs"]
+    assert "cpu_engine: a mixed batch" in log
     assert re.search("#retracted_reqs: [1-9]", log), log[-3000:]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
+from functools import wraps
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -50,6 +51,7 @@ def register() -> None:
     group.reduce_scatter_tensor = group._reduce_scatter_tensor
     torch_attention = import_module("sglang.srt.layers.attention.torch_native_backend")
     torch_attention.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    tell_of_mixed_batches(import_module("sglang.srt.model_executor.runner.eager_runner").EagerRunner)
     # A CPU has no pinned memory.
     import_module("sglang.srt.model_executor.forward_batch_info")._is_cpu = True
     torch.Tensor.pin_memory = lambda self, *args: self
@@ -79,6 +81,19 @@ def replace(module: str, name: str, function: Any) -> None:
         for attribute, value in list(vars(found).items()) if isinstance(found, types.ModuleType) else ():
             if value is original:
                 setattr(found, attribute, function)
+
+
+def tell_of_mixed_batches(runner: Any) -> None:
+    """A line in the log for each batch of prompts and decode rows; the runner calls it one of prompts."""
+    original = runner.execute
+
+    @wraps(original)
+    def execute(self: Any, forward_batch: Any, *args: Any, **given: Any) -> Any:
+        if forward_batch.forward_mode.is_mixed():
+            print("cpu_engine: a mixed batch", file=sys.stderr, flush=True)
+        return original(self, forward_batch, *args, **given)
+
+    runner.execute = execute
 
 
 def activate(x: torch.Tensor, activation: str | bool | None) -> torch.Tensor:
