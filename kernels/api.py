@@ -351,6 +351,7 @@ def materialize(
     layer: int = 0,
     read_states: Sequence[StateCopy] | None = None,
     hist_len: torch.Tensor | None = None,
+    whole: bool = False,
     backend: str = "auto",
 ) -> None:
     """Write the state after the first `count` records of each row into any slot, in all layers.
@@ -382,8 +383,10 @@ def materialize(
         read_states: per layer the read copy, as `read_state` of the steps; mutated at `target`, also where
             no records are applied.
         hist_len: `[rings]` int32, live records; needed for a delta rule with `read_states`.
-        backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have steps only, take
-            the Triton one, or where states are packed or split the torch one.
+        whole: the caller promises that no row in place leaves records: those with `source == target` apply
+            all that their ring holds. With `read_states` the CUDA kernels then serve it.
+        backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"` take the Triton one, or where
+            states are packed or split the torch one, but for what is `whole`.
 
     Raises:
         ValueError: `A` is missing for Mamba-2, layers and rings differ in number, an index has another
@@ -406,7 +409,9 @@ def materialize(
             f"hist_len: expected {list(ring_start.shape)} int32 beside read copies of a delta rule, got "
             f"{None if hist_len is None else list(hist_len.shape)}"
         )
-    resolve_operation(backend, layers.states[0].device, "materialize", layers.copies).materialize(
+    operation = "materialize_whole" if whole and layers.read_states is not None else "materialize"
+    module = resolve_operation(backend, layers.states[0].device, operation, layers.copies)
+    getattr(module, operation)(
         layers, ring_start, count, source, target,
         window=window, ring_indices=ring_indices, use_qk_l2norm=use_qk_l2norm,
         rand_seed=rand_seed, layer=layer, **_given(hist_len=hist_len if corrects else None),

@@ -237,6 +237,7 @@ class ReplayPool:
             window=self.cursors.window,
             rand_seed=self.seed,
             hist_len=self.cursors.history,
+            whole=True,
             backend=self.backend,
         )
 

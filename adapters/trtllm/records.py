@@ -118,6 +118,7 @@ class Records(ABC):
             ring_indices=torch.where(wanted, rings, NONE),
             rand_seed=self.seed,
             hist_len=self.cursors.history,
+            whole=True,
             backend=self.backend,
         )
         self.cursors.anchor(rings)

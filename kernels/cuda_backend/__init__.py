@@ -24,10 +24,19 @@ from replayssm.kernels.cuda_backend import fold
 from replayssm.kernels.cuda_backend.arguments import give_index, give_rings
 from replayssm.kernels.cuda_backend.build import KEY_DIM, TYPES, UNIT, Config, Params, missing, program
 from replayssm.kernels.cuda_backend.cut import ONE_WAVE, config, cut, read_config
+from replayssm.kernels.layer_table import LayerTable
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
 
-__all__ = ["gdn_step", "kda_step", "mamba2_step", "refuses", "renew", "unavailable"]
+__all__ = [
+    "gdn_step",
+    "kda_step",
+    "mamba2_step",
+    "materialize_whole",
+    "refuses",
+    "renew",
+    "unavailable",
+]
 
 SERVES_COPIES = True
 
@@ -154,6 +163,44 @@ def renew(states: Sequence[StateCopy], read_states: Sequence[StateCopy], slots: 
             fold.renew(state, read_state, slots)
         else:
             torch_backend.renew([state], [read_state], slots)
+
+
+def materialize_whole(
+    layers: LayerTable,
+    ring_start: torch.Tensor,
+    count: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    window: int,
+    ring_indices: torch.Tensor,
+    use_qk_l2norm: bool,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
+    hist_len: torch.Tensor | None = None,
+) -> None:
+    """See `replayssm.kernels.materialize`; copies that `fold.cu` does not write are the torch backend's."""
+    assert layers.read_states is not None
+    given = (count, source, target, ring_indices)
+    count, source, target, ring_indices = (tensor.contiguous() for tensor in given)
+    if not len(source):
+        return
+    options: dict[str, Any] = {
+        "window": window,
+        "ring_indices": ring_indices,
+        "use_qk_l2norm": use_qk_l2norm,
+        "rand_seed": rand_seed,
+    }
+    for number, (state, read_state) in enumerate(zip(layers.states, layers.read_states, strict=True)):
+        rings, A = layers.rings[number], None if layers.A is None else layers.A[number]
+        rows = {**options, "layer": layer + number}
+        if fold.materializes(layers.rule, state, read_state, rings, window):
+            fold.materialize(
+                layers.rule, state, read_state, rings, A, ring_start, count, source, target, **rows
+            )  # fmt: skip
+        else:
+            one = LayerTable(layers.rule, (state,), (rings,), None if A is None else (A,), (read_state,))
+            torch_backend.materialize(one, ring_start, count, source, target, hist_len=hist_len, **rows)
 
 
 def _delta_step(

@@ -17,8 +17,9 @@
 // Values in fp16 stay so, two to a word, and D is one fp16 operand, which is exact.
 //
 // Compile-time, besides those of common.cuh: READ (the read copy's format, -1 without one), WARPS, RECORDS
-// (8-record tiles of the window), RENEWS (read copies are made anew from states, and nothing is folded),
-// PROGRAMS (that a multiprocessor shall hold). STATE and READ are formats as
+// (8-record tiles of the window), ROAD (0: before a step, rows that must flush; 1: nothing is folded, read
+// copies are made anew; 2: states behind some records go to any slot), PROGRAMS (that a multiprocessor shall
+// hold). STATE and READ are formats as
 // formats.cuh numbers them.
 //
 // Layouts. A lane is (g, c) = (lane / 4, lane % 4). It holds rows 2g and 2g + 1 of its warp's 16, as rows g
@@ -28,6 +29,7 @@
 constexpr bool SPLIT = READ >= 0, CORRECTS = DELTA && SPLIT;
 constexpr int RUN = 128 / code_bits(STATE), READ_AS = SPLIT ? READ : BF16;
 constexpr int THREADS = 32 * WARPS, LR = 8 * RECORDS;
+constexpr bool MATERIALIZES = ROAD == 2;
 constexpr bool HALVES = STATE == FP16;         // values stay as they are stored, two to a word
 constexpr bool STAGED = HALVES && WARPS <= 8;  // states wait in shared memory, if it has room
 constexpr bool HALF_OFFS = HALVES && CORRECTS && !KDA;
@@ -51,7 +53,7 @@ constexpr int AT_MAXIMA = AT_WEIGHTS + 4 * (LR + 4);  // of the warps, for eithe
 constexpr int AT_SCALES = AT_MAXIMA + (2 * WARPS + 3) / 4 * 16;
 constexpr int AT_STATE = AT_SCALES + WARPS * 128;  // of fp16, see staged
 constexpr int AT_FLUSHES = AT_STATE + (STAGED ? WARPS * 16 * K * 2 : 0);
-constexpr int AT_MASKS = AT_FLUSHES + 16 * CHUNK;
+constexpr int AT_MASKS = AT_FLUSHES + (MATERIALIZES ? 32 : 16) * CHUNK;
 constexpr int AT_LISTED = AT_MASKS + 4 * ROWS_AT_ONCE * WARPS;
 constexpr int SHARED_BYTES = AT_LISTED + 8;  // see list_flushes
 
@@ -67,10 +69,12 @@ struct FoldParams {
     const void* A;
     const int *ring_start, *hist_len;
     const void *state_indices, *ring_indices, *lens;
+    const void *targets, *counts;  // of what is materialized: slots to write, and records to apply
     const i64* rand_seed;
     i64 s_u, h_u, s_k, h_k, s_g, h_g, s_beta, h_beta;
     int R, L, T, B, HV, pad_slot, layer;
     int wide_state, wide_ring, wide_lens, varlen;  // int64 indices; lens are cu_seqlens
+    int wide_targets, wide_counts;
     int A_type, l2norm;
 };
 
@@ -86,13 +90,31 @@ DEVICE i64 ring_of(const FoldParams& p, int b) {
 // What is known of a flushing row: where its state and its records are. Pools have fewer than 2^31 slots.
 struct alignas(16) Flush {
     int slot, ring, start, hist;
+#if ROAD == 2
+    int target;
+#endif
 };
+// The slot that its new state goes to.
+DEVICE int written(const Flush& row) {
+#if ROAD == 2
+    return row.target;
+#else
+    return row.slot;
+#endif
+}
 DEVICE Flush* flushes() { return (Flush*)(shared_memory + AT_FLUSHES); }
 
-// Whether row b has a history that must be folded.
+// Whether row b has a history that must be folded, or a state that is wanted.
 DEVICE bool must_flush(const FoldParams& p, int b, Flush& row) {
     if (b >= p.B) return false;
     const i64 slot = slot_of(p, b), ring = ring_of(p, b);
+#if ROAD == 2
+    const i64 target = index_at(p.targets, b, p.wide_targets), applied = index_at(p.counts, b, p.wide_counts);
+    if (slot < 0 || ring < 0 || target < 0) return false;
+    const int held = applied < 0 ? 0 : applied < p.L ? (int)applied : p.L;
+    row = {(int)slot, (int)ring, p.ring_start[ring], held, (int)target};
+    return true;
+#endif
     if (slot < 0 || ring < 0 || (p.state_indices && slot == p.pad_slot)) return false;
     i64 count = p.T;
     if (p.lens) {
@@ -100,7 +122,7 @@ DEVICE bool must_flush(const FoldParams& p, int b, Flush& row) {
         if (p.varlen) count = index_at(p.lens, b + 1, p.wide_lens) - count;
         if (count > p.T) count = p.T;
     }
-    row = {(int)slot, (int)ring, p.ring_start[ring], p.hist_len[ring]};
+    row.slot = (int)slot, row.ring = (int)ring, row.start = p.ring_start[ring], row.hist = p.hist_len[ring];
     return row.hist > 0 && row.hist + count > p.L;
 }
 
@@ -818,7 +840,8 @@ DEVICE void decode(float (&x)[2][32], const State& state, const Scales& scales, 
 DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int next_head) {
     const int warp = warp_id(), lane = shuffle(lane_id(), lane_id());  // as in store_head
     const int thread = 32 * warp + lane, g = lane >> 2, c = lane & 3;
-    const auto [slot, ring, start, hist] = flushes()[item];
+    const int slot = flushes()[item].slot, ring = flushes()[item].ring, start = flushes()[item].start,
+              hist = flushes()[item].hist;
     const int v = 16 * warp + 2 * g, key_head = head / GROUP;
     const bool inside = V % 16 == 0 || v < V;
     const char* const k_ring = (const char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
@@ -869,23 +892,25 @@ DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int nex
     }
     float x[2][32];
     if (State::PACKED) decode(x, state, scales, c);
-    if (CORRECTS)
+    if (MATERIALIZES && CORRECTS && hist == 0) {  // the read copy may hold anything yet
+        block_sync();
+    } else if (CORRECTS)
         correct(
             u, [&](int r, int e) { return State::PACKED ? x[r][e] : unscaled(state, r, e); }, state, read,
             read_scales, g, c);
     else block_sync();  // the weights are there
     if (next_head >= 0) fetch_head(p, flushes()[next], next_head, warp, lane);
     if (HALVES) {
-        fold_halves(state, u, g, c, random_words(p, flushes()[item].slot, head, lane));
+        fold_halves(state, u, g, c, random_words(p, written(flushes()[item]), head, lane));
     } else {
         if (!State::PACKED) decode(x, state, scales, c);  // late: 16-bit values lie two in a register
         fold(x, u, g, c);
     }
     warp_sync();
-    store_head(p, flushes()[item].slot, head, x, state);
+    store_head(p, written(flushes()[item]), head, x, state);
 }
 
-#if RENEWS
+#if ROAD == 1
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     replay_fold(const __grid_constant__ FoldParams p) {
     follow();

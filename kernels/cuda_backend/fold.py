@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from typing import ClassVar
 
@@ -44,6 +45,17 @@ _MOST_STAGED = 8
 _ROWS_AT_ONCE = 2
 
 
+class Road(IntEnum):
+    """What the source is compiled for."""
+
+    STEP = 0
+    """Rows that must flush, before a step."""
+    RENEW = 1
+    """Read copies anew, without a fold."""
+    MATERIALIZE = 2
+    """States behind some records, to any slot."""
+
+
 @dataclass(frozen=True)
 class FoldConfig:
     """What `fold.cu` knows at compile time; its head says what each means.
@@ -57,7 +69,7 @@ class FoldConfig:
         records: 8-record tiles of the window, 2 or 4.
         stochastic: whether the recurrence copy is rounded stochastically.
         threads: that a multiprocessor shall hold at a time, and have registers for; 0: as suits the format.
-        renews: whether it makes read copies anew and folds nothing.
+        road: what it is for.
     """
 
     rule: Rule
@@ -68,7 +80,7 @@ class FoldConfig:
     records: int
     stochastic: bool
     threads: int = 0
-    renews: bool = False
+    road: Road = Road.STEP
     source: ClassVar[str] = "fold.cu"
     headers: ClassVar[tuple[str, ...]] = (*SHARED_SOURCES, "formats.cuh")
     entry: ClassVar[str] = "replay_fold"
@@ -80,7 +92,7 @@ class FoldConfig:
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group, "STATE": FORMATS[self.state],
             "READ": -1 if self.read is None else FORMATS[self.read], "WARPS": self.warps,
             "RECORDS": self.records, "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
-            "RENEWS": int(self.renews),
+            "ROAD": int(self.road),
         }  # fmt: skip
         return [f"-D{name}={value}" for name, value in values.items()]
 
@@ -113,7 +125,8 @@ class FoldConfig:
         shared += (
             2 * UNIT * KEY_DIM * self.warps if self.state == "fp16" and self.warps <= _MOST_STAGED else 0
         )
-        return shared + _ROWS_AT_ONCE * self.warps * (4 + 16 * WARP) + 8
+        row = 32 if self.road is Road.MATERIALIZE else 16
+        return shared + _ROWS_AT_ONCE * self.warps * (4 + row * WARP) + 8
 
 
 class Copy(ctypes.Structure):
@@ -159,14 +172,14 @@ class FoldParams(ctypes.Structure):
         [("state", Copy), ("read", Copy)]
         + [(name, ctypes.c_void_p) for name in (
             "u", "k", "g", "beta", "A", "ring_start", "hist_len", "state_indices", "ring_indices", "lens",
-            "rand_seed",
+            "targets", "counts", "rand_seed",
         )]
         + [(name, ctypes.c_int64) for name in (
             "s_u", "h_u", "s_k", "h_k", "s_g", "h_g", "s_beta", "h_beta",
         )]
         + [(name, ctypes.c_int) for name in (
             "R", "L", "T", "B", "HV", "pad_slot", "layer", "wide_state", "wide_ring", "wide_lens", "varlen",
-            "A_type", "l2norm",
+            "wide_targets", "wide_counts", "A_type", "l2norm",
         )]
     )  # fmt: skip
 
@@ -212,23 +225,14 @@ def fold(
     """
     batch, tokens = index.rows_and_tokens(lead)
     HV, V, _ = state.shape[1:]
-    values, keys, gates = (rings[name] for name in FOLDED[rule])
-    H, R = keys.shape[1:3]
+    H, R = rings[FOLDED[rule][1]].shape[1:3]
     if batch == 0 or tokens == 0:
         return
-    params = FoldParams(state=Copy.of(state), R=R, L=window, T=tokens, B=batch, HV=HV, layer=layer)
-    params.l2norm = use_qk_l2norm
-    ring_fields = [("u", values), ("k", keys), ("g", gates)]
-    if read_state is not None:
-        params.read = Copy.of(read_state)
-        if rule is not Rule.MAMBA2:
-            ring_fields.append(("beta", rings["beta_cache"]))
-    give_rings(params, ring_fields)
+    params = _fold_params(rule, state, read_state, rings, A, ring_start, use_qk_l2norm, rand_seed)
+    params.R, params.L, params.T, params.B = R, window, tokens, batch
+    params.HV, params.layer = HV, layer
     give_index(params, index)
-    params.ring_start, params.hist_len = ring_start.data_ptr(), hist_len.data_ptr()
-    if A is not None:
-        params.A, params.A_type = A.data_ptr(), TYPES[A.dtype]
-    params.rand_seed = None if rand_seed is None else rand_seed.data_ptr()
+    params.hist_len = hist_len.data_ptr()
     read = None if read_state is None else state_format(read_state)
     config = FoldConfig(
         rule, V, HV // H, state_format(state), read, 2 if window <= 16 else 4, rand_seed is not None
@@ -263,9 +267,93 @@ def renew(state: StateCopy, read_state: StateCopy, slots: torch.Tensor) -> None:
     params = FoldParams(state=Copy.of(state), read=Copy.of(read_state), HV=HV, B=len(slots))
     params.state_indices, params.wide_state = slots.data_ptr(), slots.dtype is torch.int64
     config = FoldConfig(
-        Rule.MAMBA2, V, 1, state_format(state), state_format(read_state), 2, False, renews=True
+        Rule.MAMBA2, V, 1, state_format(state), state_format(read_state), 2, False, road=Road.RENEW
     )
     _launch(config, len(slots) * HV, params, state.device)
+
+
+def materializes(
+    rule: Rule, state: StateCopy, read_state: StateCopy, rings: Mapping[str, torch.Tensor], window: int
+) -> bool:
+    """Whether `materialize` serves these copies, and rings that lie as a step takes them."""
+    values, *others = (rings[name] for name in FOLDED[rule])
+    kept = [values, *others, *([] if rule is Rule.MAMBA2 else [rings["beta_cache"]])]
+    return (
+        renews(state, read_state)
+        and window <= (16 if rule is Rule.KDA else 32)
+        and others[0].dtype is torch.bfloat16
+        and values.dtype is (torch.bfloat16 if rule is Rule.MAMBA2 else torch.float32)
+        and all(is_dense(ring, ring.dim() - 2) for ring in kept)
+        and all(is_aligned(ring) for ring in (values, others[0]))
+    )
+
+
+def materialize(
+    rule: Rule,
+    state: StateCopy,
+    read_state: StateCopy,
+    rings: Mapping[str, torch.Tensor],
+    A: torch.Tensor | None,
+    ring_start: torch.Tensor,
+    count: torch.Tensor,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    window: int,
+    ring_indices: torch.Tensor,
+    use_qk_l2norm: bool = True,
+    rand_seed: torch.Tensor | None = None,
+    layer: int = 0,
+) -> None:
+    """Write the state after the first `count` records of each row, and its read copy, into any slot.
+
+    For copies that `materializes` has taken; arguments as of `replayssm.kernels.materialize`, of one layer.
+    The records stay as they are.
+    """
+    HV, V, _ = state.shape[1:]
+    H, R = rings[FOLDED[rule][1]].shape[1:3]
+    params = _fold_params(rule, state, read_state, rings, A, ring_start, use_qk_l2norm, rand_seed)
+    params.R, params.L, params.B, params.HV, params.layer = R, window, len(source), HV, layer
+    for name, tensor, wide in (
+        ("state_indices", source, "wide_state"),
+        ("ring_indices", ring_indices, "wide_ring"),
+        ("targets", target, "wide_targets"),
+        ("counts", count, "wide_counts"),
+    ):
+        setattr(params, name, tensor.data_ptr())
+        setattr(params, wide, tensor.dtype is torch.int64)
+    config = FoldConfig(
+        rule, V, HV // H, state_format(state), state_format(read_state), 2 if window <= 16 else 4,
+        rand_seed is not None, road=Road.MATERIALIZE,
+    )  # fmt: skip
+    most = _multiprocessors(state.device) * config.programs
+    _launch(config, min(len(source) * HV, most), params, state.device)
+
+
+def _fold_params(
+    rule: Rule,
+    state: StateCopy,
+    read_state: StateCopy | None,
+    rings: Mapping[str, torch.Tensor],
+    A: torch.Tensor | None,
+    ring_start: torch.Tensor,
+    use_qk_l2norm: bool,
+    rand_seed: torch.Tensor | None,
+) -> FoldParams:
+    """What a fold reads and writes, whichever rows it is of."""
+    params = FoldParams(state=Copy.of(state))
+    params.l2norm = use_qk_l2norm
+    ring_fields = list(zip(("u", "k", "g"), (rings[name] for name in FOLDED[rule]), strict=True))
+    if read_state is not None:
+        params.read = Copy.of(read_state)
+        if rule is not Rule.MAMBA2:
+            ring_fields.append(("beta", rings["beta_cache"]))
+    give_rings(params, ring_fields)
+    params.ring_start = ring_start.data_ptr()
+    if A is not None:
+        params.A, params.A_type = A.data_ptr(), TYPES[A.dtype]
+    params.rand_seed = None if rand_seed is None else rand_seed.data_ptr()
+    return params
 
 
 def _launch(config: FoldConfig, programs: int, params: FoldParams, device: torch.device) -> None:

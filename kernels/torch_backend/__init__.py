@@ -174,6 +174,10 @@ def materialize(
         fold(Layer(checkpoint, caches, A, use_qk_l2norm), rows)
 
 
+materialize_whole = materialize
+"""Of rows in place that leave no records; here it is all one."""
+
+
 def load_states(state: StateCopy) -> torch.Tensor:
     """See `replayssm.kernels.load_states`."""
     return decode(state) if isinstance(state, PackedState) else state.float()

@@ -15,8 +15,8 @@ import torch
 
 from replayssm import kernels
 from replayssm.core import LayerGeometry, RingLayout, Rule
-from replayssm.core.formats import PackedState, StateCopy, allocate_states, state_tensors
-from replayssm.kernels import StepIndex, cuda_backend
+from replayssm.core.formats import PackedState, StateCopy, allocate_states, select_states, state_tensors
+from replayssm.kernels import LayerTable, StepIndex, cuda_backend, torch_backend
 from replayssm.kernels.cuda_backend import build, fold
 from replayssm.kernels.cuda_backend.fold import FoldConfig, FoldParams
 from tests import support
@@ -55,7 +55,7 @@ def test_defines() -> None:
     assert names == set(values)
     assert values == {
         "RULE": "2", "V": "96", "GROUP": "2", "STATE": "2", "READ": "5", "WARPS": "6", "RECORDS": "2",
-        "STOCHASTIC": "1", "PROGRAMS": str(config.programs), "RENEWS": "0",
+        "STOCHASTIC": "1", "PROGRAMS": str(config.programs), "ROAD": "0",
     }  # fmt: skip
 
 
@@ -180,6 +180,7 @@ def same_copies(left: Case, right: Case) -> bool:
     return all(same_bits(plain_bytes(a), plain_bytes(b)) for a, b in each)
 
 
+@runs_emulated
 @pytest.mark.parametrize(
     "precision", ["fp16/nvfp4", "fp16/fp8", "fp16/int8", "fp32/nvfp4", "bf16/mxfp4", "fp32/fp8"]
 )
@@ -368,6 +369,45 @@ def compare(mine: StateCopy, other: StateCopy) -> None:
         return
     assert (apart > close).float().mean() < 0.004
     assert (apart <= 2.01 * support.rounding_error(mine) * want.norm(dim=-1, keepdim=True) + close).all()
+
+
+@runs_emulated
+@pytest.mark.parametrize(
+    ("rule", "precision"),
+    [("mamba2", "nvfp4/fp16+sr"), ("gdn", "nvfp4/fp16+sr"), ("gdn", "fp8/fp32"), ("kda", "nvfp4/fp16")],
+)
+def test_states_to_any_slot(rule: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole fold in place, some records and none of them to other slots, a row that is skipped.
+
+    Of the source of no records the read copy holds nothing yet.
+    """
+    monkeypatch.setattr(fold, "program", emulated.emulated_program)
+    case = make_case(rule, precision, HV=2, H=2, slots=6, hist=[6, 4, 5, 0, 0, 0])
+    assert case.read_state is not None
+    for tensor in state_tensors(case.read_state):
+        tensor[3].view(torch.uint8).fill_(0x7F)
+    source, target, count = ints([0, 1, 3, -1]), ints([0, 4, 5, 2]), torch.tensor([6, 2, 0, 1])
+    others = []
+    for materialize in (cuda_backend.materialize_whole, torch_backend.materialize):
+        other = deepcopy(case)
+        assert other.read_state is not None
+        A = None if other.A is None else (other.A,)
+        table = LayerTable(Rule(rule), (other.state,), (other.rings,), A, (other.read_state,))
+        materialize(
+            table, other.start, count, source, target, window=other.window, ring_indices=source,
+            use_qk_l2norm=True, rand_seed=other.seed, layer=3, hist_len=other.hist,
+        )  # fmt: skip
+        others.append(other)
+    mine, want = others
+    assert fold.materializes(Rule(rule), case.state, case.read_state, case.rings, case.window)
+    for a, b in zip(mine.copies, want.copies, strict=True):
+        for slot in (0, 4, 5):
+            compare(select_states(a, ints([slot])), select_states(b, ints([slot])))
+        for kept in (1, 2):
+            pairs = zip(state_tensors(a), state_tensors(b), strict=True)
+            assert all(same_bits(plain_bytes(x[kept]), plain_bytes(y[kept])) for x, y in pairs)
+    for name, ring in mine.rings.items():
+        assert same_bits(ring.view(torch.uint8), case.rings[name].view(torch.uint8))
 
 
 @runs_emulated
