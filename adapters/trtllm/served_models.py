@@ -43,7 +43,18 @@ def _register() -> dict[str, type]:
         fields = {"__module__": __name__, "__qualname__": name}
         ours[name] = type(cls)(name, (cls,), fields)
         utils.register_auto_model(name)(ours[name])
+        _keep_inputs(cls, ours[name])
     return ours
+
+
+def _keep_inputs(engines: type, ours: type) -> None:
+    """The engine finds what prepares images and other inputs of a model by the model's class: ours too."""
+    if find_spec(f"{PACKAGE}.inputs") is None or find_spec(f"{PACKAGE}.inputs.registry") is None:
+        return
+    registry: Any = import_module(f"{PACKAGE}.inputs.registry").INPUT_PROCESSOR_REGISTRY
+    processors = getattr(registry, "_input_processors_cls_by_model_type", {})
+    if engines in processors:
+        processors[ours] = processors[engines]
 
 
 # The launcher sets it for its own spawned processes; whoever imports this asked for the adapter.

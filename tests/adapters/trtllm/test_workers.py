@@ -129,6 +129,23 @@ def test_importing_the_adapter_patches_nothing(config: str) -> None:
     assert result.stdout.split() == [b"False"], result.stderr.decode()
 
 
+def test_what_prepares_a_models_inputs_is_found_by_its_new_class(config: str) -> None:
+    """Or requests with images would become requests of text."""
+    before = """
+from tensorrt_llm._torch.models.modeling_qwen3_next import Qwen3NextForCausalLM
+from tensorrt_llm.inputs.registry import INPUT_PROCESSOR_REGISTRY
+INPUT_PROCESSOR_REGISTRY._input_processors_cls_by_model_type[Qwen3NextForCausalLM] = dict
+"""
+    behind = """
+known = INPUT_PROCESSOR_REGISTRY._input_processors_cls_by_model_type
+print([(cls.__name__, kind) for cls, kind in known.items() if "replayssm" in cls.__module__])
+"""
+    launch = LAUNCH.rpartition("sys.stdout")[0]
+    launched = run(before + launch + behind, module_dir(), **{ENV_CONFIG: config})
+    assert launched.returncode == 0, launched.stderr.decode()
+    assert launched.stdout.decode().strip() == "[('Qwen3NextForCausalLM', <class 'dict'>)]"
+
+
 @pytest.mark.usefixtures("double")
 def test_classes_are_the_engines_own_under_another_module(
     config: str, monkeypatch: pytest.MonkeyPatch
