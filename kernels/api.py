@@ -520,7 +520,7 @@ def compact(
         path: `[B, A]` int, node indices of the accepted path in order, ascending.
         path_len: `[B]` int, nodes accepted.
         ring_indices: `[B]` int, each ring once; negative rows are skipped.
-        backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have steps only, take
+        backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have none, take
             the Triton one.
 
     Raises:
@@ -568,7 +568,7 @@ def commit(
         window: L.
         rows: R, rows of the ring.
         pad_slot_id: value in `slots` that marks a pad besides the negative ones.
-        backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have steps only, take
+        backend: `"auto"`, `"torch"` or `"triton"`; `"cuda"` and `"flashinfer"`, which have none, take
             the Triton one.
 
     Raises:

@@ -4,6 +4,7 @@ It serves what the models that people run ask for, and refuses the rest: bf16 ac
 128, at most 16 tokens a row (KDA: 8), windows to 32 (KDA: 16), no draft trees. `step.cu` says how it works,
 and `small.cu` how steps of few heads do. Where states are packed or split a row brings at most half as many
 tokens, and a step is two launches a layer, `fold.cu` and `read.cu` or `read_blocks.cu`; otherwise it is one.
+Of slot operations it has those of two copies: `renew`, and `materialize` of what is whole.
 A step neither allocates nor synchronises as long as inputs are dense over heads and channels and begin on
 vector boundaries; inputs that do not are copied first.
 """

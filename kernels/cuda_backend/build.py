@@ -48,6 +48,7 @@ SHARED_LIMIT = 227 * 1024
 SHARED_RESERVED = 1024
 """Of these, what each program costs besides its own."""
 _SCORE_STRIDE = 40
+_MEETING_STRIDE = 36
 _EARLY_LAUNCH = 9
 """Major compute capability from which on a kernel may be launched before the one it waits for has ended."""
 
@@ -350,7 +351,7 @@ class ReadBlocksConfig:
             shared += BLOCK_ROWS * KEY_DIM // packed.block
         shared += records * BLOCK_ROWS * (2 if self.rule is Rule.MAMBA2 else 4)
         shared += 4 * (min(touched, self.group) * head + (columns + 1) * records)
-        return shared + (0 if self.tokens == 1 else 4 * 4 * columns * 36)
+        return shared + (0 if self.tokens == 1 else 4 * 4 * columns * _MEETING_STRIDE)
 
     def programs(self, heads: int) -> int:
         """Programs that serve so many heads of a row."""

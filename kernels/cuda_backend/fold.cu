@@ -19,8 +19,7 @@
 // Compile-time, besides those of common.cuh: READ (the read copy's format, -1 without one), WARPS, RECORDS
 // (8-record tiles of the window), ROAD (0: before a step, rows that must flush; 1: nothing is folded, read
 // copies are made anew; 2: states behind some records go to any slot), PROGRAMS (that a multiprocessor shall
-// hold). STATE and READ are formats as
-// formats.cuh numbers them.
+// hold). STATE and READ are formats as formats.cuh numbers them.
 //
 // Layouts. A lane is (g, c) = (lane / 4, lane % 4). It holds rows 2g and 2g + 1 of its warp's 16, as rows g
 // and g + 8 of operands and results, and of each 32 of the columns, see column_of; a run is 16 bytes of the

@@ -68,7 +68,6 @@ class FoldConfig:
         read: format of the read copy, `None` without one.
         records: 8-record tiles of the window, 2 or 4.
         stochastic: whether the recurrence copy is rounded stochastically.
-        threads: that a multiprocessor shall hold at a time, and have registers for; 0: as suits the format.
         road: what it is for.
     """
 
@@ -79,7 +78,6 @@ class FoldConfig:
     read: str | None
     records: int
     stochastic: bool
-    threads: int = 0
     road: Road = Road.STEP
     source: ClassVar[str] = "fold.cu"
     headers: ClassVar[tuple[str, ...]] = (*SHARED_SOURCES, "formats.cuh")
@@ -105,8 +103,7 @@ class FoldConfig:
     def programs(self) -> int:
         """Programs that a multiprocessor holds at a time."""
         halves = self.state == "fp16" and self.read in _ENCODED_HALVES
-        threads = self.threads or (_MORE_THREADS if halves else _THREADS_HELD)
-        held = threads // (WARP * self.warps)
+        held = (_MORE_THREADS if halves else _THREADS_HELD) // (WARP * self.warps)
         return max(1, min(held, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED)))
 
     @property

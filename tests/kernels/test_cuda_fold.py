@@ -64,9 +64,9 @@ def test_every_configuration_fits_every_gpu() -> None:
 
 
 def test_programs_of_a_multiprocessor() -> None:
-    """As many as the threads asked for make, and as its shared memory holds."""
+    """As many as the format's threads make: fp16 states that are encoded as they are stored have more."""
     config = FoldConfig(Rule.GDN, 128, 2, "fp16", "nvfp4", 2, False)
-    assert [replace(config, threads=threads).programs for threads in (0, 512, 1024, 4096)] == [3, 2, 4, 4]
+    assert config.programs == 3
     assert replace(config, state="fp32").programs == replace(config, read="int8").programs == 2
 
 
