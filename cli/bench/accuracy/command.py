@@ -11,21 +11,20 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from replayssm.cli.bench import table
 from replayssm.cli.bench.accuracy import tables
 from replayssm.cli.bench.compared import PRECISIONS, check_precisions, check_step
 from replayssm.cli.bench.kernels import words
 from replayssm.cli.bench.study import Study, add_options
 from replayssm.cli.errors import CommandError, require
+from replayssm.core.formats import FORMATS
 
 if TYPE_CHECKING:
     from replayssm.cli.bench.accuracy.studies import Plan
 
 PROGRAM, TOPIC = "replayssm bench accuracy", "accuracy"
 STUDIES = (*tables.BY_MODEL, *tables.OVER_MODELS)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = ("fp32", "bf16")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         "--text", type=Path, metavar="FILE", help="to decode; by default modules of the running Python"
     )
     options.add_argument(
-        "--dtype", choices=tuple(DTYPES), default="fp32", help="of weights and activations; the kernels that "
+        "--dtype", choices=DTYPES, default="fp32", help="of weights and activations; the kernels that "
         "serve packed states on a GPU take bf16",
     )  # fmt: skip
     options.add_argument("--sequences", type=int, default=2, help="pieces of the text, decoded together")
@@ -88,7 +87,7 @@ def _measure(
     from replayssm.cli import decode
     from replayssm.cli.bench.accuracy import studies, texts
 
-    model = decode.load(folder, given.device, DTYPES[given.dtype])
+    model = decode.load(folder, given.device, FORMATS[given.dtype])
     tokens, plan = texts.Text.of(model, text), _plan(given)
     about = {
         "model": model.name,
