@@ -333,8 +333,9 @@ class ReadBlocksConfig:
 
     @property
     def most_programs(self) -> int:
-        """Programs that a multiprocessor holds at a time, with 168 registers a lane."""
-        return min(12, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED))
+        """Programs that a multiprocessor holds at a time, with 128 registers a lane, or of more tokens 168."""
+        most = 16 if self.tokens == 1 else 12
+        return min(most, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED))
 
     @property
     def shared_bytes(self) -> int:
@@ -346,9 +347,9 @@ class ReadBlocksConfig:
         elif BLOCK_ROWS % self.value_dim == 0:
             touched = BLOCK_ROWS // self.value_dim
         head = -(-(records * columns + columns + columns * self.tokens + self.tokens) // 4) * 4
-        shared = BLOCK_ROWS * KEY_DIM // 2  # all codes of four bits, half of those of eight
+        shared = BLOCK_ROWS * KEY_DIM * packed.bits // 8 // 2  # half of a block's codes
         if packed.block is not None:
-            shared += BLOCK_ROWS * KEY_DIM // packed.block
+            shared += BLOCK_ROWS * KEY_DIM // packed.block // 2
         shared += records * BLOCK_ROWS * (2 if self.rule is Rule.MAMBA2 else 4)
         shared += 4 * (min(touched, self.group) * head + (columns + 1) * records)
         return shared + (0 if self.tokens == 1 else 4 * 4 * columns * _MEETING_STRIDE)

@@ -25,7 +25,7 @@ constexpr int PARTS = (ALL_BLOCKS + BLOCKS - 1) / BLOCKS;
 constexpr int TOUCHED = V % 128 == 0 ? 1 : 128 % V == 0 ? 128 / V : 126 / V + 2;
 constexpr int HEADS = TOUCHED < GROUP ? TOUCHED : GROUP;
 constexpr int LR = 8 * RECORDS;
-constexpr int STAGES = FOUR_BITS ? 4 : 2;  // quarters of codes that a warp has room for
+constexpr int STAGES = 2;  // quarters of codes that a warp has room for
 constexpr bool ONE = TOKENS == 1;
 constexpr int COLUMNS = 2 * TOKENS, FIRST = DELTA ? 0 : TOKENS;  // the first that meets states and records
 
@@ -293,9 +293,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #pragma unroll
         for (int quarter = 0; quarter < 4; quarter++) {
             const int stage = quarter % STAGES;
-            // what may still be on its way: later quarters and, of a block's first ones, its records
-            if (STAGES == 4) copies_wait<4>();
-            else if (quarter < 2) copies_wait<2>();
+            // what may still be on its way: the quarter after it and, of a block's first ones, its records
+            if (quarter < STAGES) copies_wait<2>();
             else copies_wait<1>();
             warp_sync();
             const uint4* const from = (const uint4*)(shared + stage * QUARTER_BYTES) + lane;
