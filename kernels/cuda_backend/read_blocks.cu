@@ -5,8 +5,9 @@
 // records come by way of shared memory, where they are on their way while the block before is worked on.
 // Codes meet keys and queries in tensor cores; records, which are few, meet their scores in fp32.
 //
-// A row that has not been folded does not wait until the fold of the others has ended. Every program ends
-// after it, or what comes next could move cursors that the fold still reads.
+// A row that has not been folded does not wait until the fold of the others has ended. One program ends after
+// it, whatever its row: what comes next, which waits for this kernel, could else move cursors that the fold
+// still reads.
 //
 // Compile-time, besides those of common.cuh and read.cuh: TOKENS (1 or 4, the most a row brings),
 // BLOCKS, RECORDS (window at most, in eights, 2 or 4), PROGRAMS (that a multiprocessor shall hold), SPLIT
@@ -64,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     const int lane = lane_id(), g = lane >> 2, c = lane & 3;
     const int item = grid_x(), b = grid_y();
     const int part = item % PARTS, key_head = item / PARTS;
+    const bool outlasts = item == 0 && b == 0;
     let_next_start();
     unsigned char* const shared = shared_memory;
 
@@ -89,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             for (int flat = first_flat + 4 * lane; flat < first_flat + 128 * BLOCKS && flat < FLAT;
                  flat += 128)
                 store4(out + (t * p.t_out + flat) * ACT_BYTES, make_uint2(0, 0));
-        await_previous();
+        if (outlasts) await_previous();
         return;
     }
 
@@ -484,5 +486,5 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         }
         warp_sync();  // all have read values and factors
     }
-    await_previous();
+    if (outlasts) await_previous();
 }
