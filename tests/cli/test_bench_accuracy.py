@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +308,7 @@ def test_a_whole_run(hybrids: Path, tmp_path: Path) -> None:
     assert record["command"].startswith("replayssm bench accuracy --models hybrids0 --precisions fp32,")
     assert {"torch", "transformers", "python"} <= record["versions"].keys()
     rows = record["rows"]
-    assert {row["study"] for row in rows} == set(command.STUDIES)
+    assert {row["study"] for row in rows} == set(command.STUDIES) - {"trained"}
     assert {row["rule"] for row in rows} == {"gdn", "mamba2"}
     diverging = [row for row in rows if row["study"] in ("teacher-forced", "long-prompt")]
     for row in diverging:
@@ -326,6 +328,27 @@ def test_a_whole_run(hybrids: Path, tmp_path: Path) -> None:
     titles = ["gdn, teacher-forced", "mamba2, generated", "long-prompt", "skipped-reads", "read-scales"]
     assert set(titles) <= set(said)
     assert next(iter(tables.every(rows))) == "gdn, teacher-forced"
+
+
+def test_how_a_model_came_about(hybrids: Path, tmp_path: Path) -> None:
+    """From the record of its training, with a digest of the weights that were decoded."""
+    folder = tmp_path / "gdn"
+    shutil.copytree(hybrids / "gdn", folder)
+    training = {
+        "data": {"sha256": "c0ffee", "training_bytes": 1000},
+        "settings": {
+            "seed": 3, "batch": 2, "length": 64, "peak_rate": 0.002, "autocast": True, "schedule": "cosine",
+        },
+        "training": {"steps": 7, "bytes_seen": 896, "seconds": 1.5, "loss_curve": [{"bits_per_byte": 2.5}]},
+        "held_out": {"fp32": 2.25, "bf16_rounded": 2.26},
+        "machine": {"device": "CPU"},
+    }  # fmt: skip
+    (folder / "training.json").write_text(json.dumps(training), encoding="utf-8")
+    file = tmp_path / "trained.json"
+    run(folder, "--studies", "trained", "--device", "cpu", "--json", str(file))
+    [row] = json.loads(file.read_text())["rows"]
+    assert (row["model"], row["corpus"], row["steps"], row["loss"]) == ("gdn", "c0ffee", 7, 2.5)
+    assert row["weights"] == sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def test_models_in_bf16(hybrids: Path, tmp_path: Path) -> None:
@@ -349,7 +372,7 @@ def test_models_in_bf16(hybrids: Path, tmp_path: Path) -> None:
         (["--precisions", "fp9"], "precision 'fp9': unknown format"),
         (["--precisions", "nvfp4"], "drifts away over long outputs"),
         (["--step", "3"], "a divisor of the window 16"),
-        (["--answer", "0"], "--answer: expected at least 1, got 0"),
+        (["--answer", "1"], "--answer: expected at least 2, got 1"),
         (["--read", "16"], "at least two windows, 32"),
         (["--temperature", "-1"], "expected 0 or more"),
         (["--json", "nowhere/x.json"], "no folder nowhere"),
