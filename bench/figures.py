@@ -213,6 +213,8 @@ def accuracy(study: str, results: Path = RESULTS) -> str:
     """One study of the newest record of topic `accuracy`: a table for each model, or one for all."""
     rows = tables.labelled(_record("accuracy", results)["rows"])
     rows = [row for row in rows if row["study"] == study]
+    if not rows:
+        return "Not in this record.\n"
     if study in tables.OVER_MODELS:
         return table.markdown(tables.OVER_MODELS[study](rows)) + "\n"
     parts = []

@@ -57,6 +57,7 @@ def test_tables_by_position_and_over_models(figures: ModuleType, results: Path) 
     assert "| nvfp4+sr | 1.0e-03 | 4.0e-03 | 4.0e-02 | 81.25% | 1.5000 |" in text
     assert "| nvfp4+sr | 2.0e-03 | 50.0% |" in figures.accuracy("long-prompt", results)
     assert "| 0.01 | 25.0% | 50.0% |" in figures.accuracy("skipped-reads", results)
+    assert figures.accuracy("generated", results) == "Not in this record.\n"
 
 
 def test_a_model_in_two_dtypes(figures: ModuleType, results: Path) -> None:

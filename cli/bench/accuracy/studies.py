@@ -29,6 +29,9 @@ TRAINING = "training.json"
 RUN = 16
 """Tokens that make a repetition when they have stood together before."""
 
+JUDGED = 8
+"""Sequences that go through transformers' scan at once; KDA's takes gigabytes for them."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -139,7 +142,9 @@ def generated(model: TextModel, text: Text, plan: Plan) -> Iterator[Row]:
             written = decoding.continued(model.model, prompt, *options)
         reference = written if reference is None else reference
         whole = torch.cat([prompt, written], 1)
-        judged = decoding.scanned(model.model, whole[:, :-1], plan.prompt - 1)
+        judged = torch.cat(
+            [decoding.scanned(model.model, rows, plan.prompt - 1) for rows in whole[:, :-1].split(JUDGED)]
+        )
         bits = bits_of(judged, written) / text.bytes_per_token
         again = torch.tensor([repeats(row, RUN)[plan.prompt :] for row in whole.tolist()])
         for bucket in buckets(plan.generate):
