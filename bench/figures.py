@@ -34,19 +34,25 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PLOT = ROOT / "docs" / "kernels.png"
 PRECISION_PLOT = ROOT / "docs" / "precision.png"
+SHOWN_COMMANDS = 4
+"""Of a study that several processes have measured."""
 PLANNED = "Nemotron-3-Super-120B-A12B"
 PLAN = ["plan", "--model", PLANNED, "--window", "16", "--precision", "fp32"]
 MARKED = re.compile(r"(<!-- figures:(\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
 def newest(topic: str, results: Path = RESULTS) -> Path:
-    """The result file of a topic with the latest date in its name.
+    """The result file of a topic with the latest date in its name; of that date a GPU's rather than a CPU's.
 
     Raises:
         FileNotFoundError: there is none yet.
     """
-    dated = re.compile(rf"{re.escape(topic)}-[^-]+-(\d{{4}}-\d\d-\d\d)\.json")
-    found = {match[1]: path for path in results.iterdir() if (match := dated.fullmatch(path.name))}
+    dated = re.compile(rf"{re.escape(topic)}-([^-]+)-(\d{{4}}-\d\d-\d\d)\.json")
+    found = {
+        (match[2], match[1] != "cpu"): path
+        for path in results.iterdir()
+        if (match := dated.fullmatch(path.name))
+    }
     if not found:
         raise FileNotFoundError(f"no file {topic}-<machine>-<date>.json in {results}")
     return found[max(found)]
@@ -205,8 +211,10 @@ def profiles(rows: Sequence[dict[str, Any]]) -> list[list[list[str]]]:
 
 def accuracy(study: str, results: Path = RESULTS) -> str:
     """One study of the newest record of topic `accuracy`: a table for each model, or one for all."""
-    rows = _record("accuracy", results)["rows"]
+    rows = tables.labelled(_record("accuracy", results)["rows"])
     rows = [row for row in rows if row["study"] == study]
+    if not rows:
+        return "Not in this record.\n"
     if study in tables.OVER_MODELS:
         return table.markdown(tables.OVER_MODELS[study](rows)) + "\n"
     parts = []
@@ -235,10 +243,12 @@ def study_source(topic: str, results: Path = RESULTS) -> str:
     """Where the figures of a study are from."""
     record, path = _record(topic, results), newest(topic, results)
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    commands = "; ".join(f"`{command}`" for command in record["command"].split("; "))
+    commands = [f"`{command}`" for command in record["command"].split("; ")]
+    if (more := len(commands) - SHOWN_COMMANDS) > 0:
+        commands[SHOWN_COMMANDS:] = [f"{more} more in that file, alike"]
     return (
         f"From [{path.name}](../bench/results/{path.name}) on {record['date']}; {record['gpu'] or 'no GPU'}; "
-        f"{record['machine']}; {versions}; commit {_commit(record)}: {commands}.\n"
+        f"{record['machine']}; {versions}; commit {_commit(record)}: {'; '.join(commands)}.\n"
     )
 
 

@@ -358,10 +358,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# ---- KDA, in a form that trains quickly
+# ---- the delta rules, in a form that trains quickly
 
 
-def chunked_kda(
+def chunked_delta(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -370,22 +370,23 @@ def chunked_kda(
     chunk_size: int = 32,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What the format's own `chunk_kimi_delta_attention` computes from an empty state.
+    """What the formats' own scans of GDN and KDA compute from an empty state, keys normalised.
 
-    The stock function's backward pass takes time quadratic in the length, since it indexes the
-    pairwise decays chunk by chunk; here all that does not need the state is done for every chunk
-    at once. The length is a multiple of the chunk size.
+    The stock functions take their time launching thousands of small operations: KDA's backward pass is
+    quadratic in the length, since it indexes the pairwise decays chunk by chunk, and GDN's goes row by row
+    through the system of each chunk. Here all that does not need the state is done for every chunk at once.
+    The length is a multiple of the chunk size; `g` has a key dimension for KDA alone.
     """
+    repeats = value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(repeats, dim=2) for x in (query, key))
+    g = g if g.dim() == 4 else g[..., None]
     query, key, value, g, beta = (
         x.transpose(1, 2).float().unflatten(2, (-1, chunk_size)) for x in (query, key, value, g, beta)
     )
     query = unit(query) * query.shape[-1] ** -0.5
     key = unit(key)
     g = g.cumsum(-2)
-    lower = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=g.device).tril()
-    decay = (g.unsqueeze(-2) - g.unsqueeze(-3)).masked_fill_(~lower[..., None], -math.inf).exp_()
-    decayed = decay * key.unsqueeze(-3)
-    by_key, by_query = (decayed @ torch.stack([key, query], dim=-1)).unbind(-1)
+    by_key, by_query = decayed_products(query, key, g)
     system = by_key * beta.unsqueeze(-1)
     right = torch.cat([value, key * g.exp()], dim=-1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -402,15 +403,31 @@ def chunked_kda(
     return torch.stack(outputs, dim=2).flatten(2, 3).transpose(1, 2), None
 
 
+def decayed_products(query: Tensor, key: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Of keys and queries `[.., C, K]` with the keys before them, decayed since: `[.., C, C]` each."""
+    size = g.shape[-2]
+    lower = torch.ones(size, size, dtype=torch.bool, device=g.device).tril()
+    if g.shape[-1] == 1:
+        decay = (g - g.mT).masked_fill(~lower, -math.inf).exp()
+        return (key @ key.mT) * decay, (query @ key.mT) * decay
+    decay = (g.unsqueeze(-2) - g.unsqueeze(-3)).masked_fill_(~lower[..., None], -math.inf).exp_()
+    by_key, by_query = (decay * key.unsqueeze(-3) @ torch.stack([key, query], dim=-1)).unbind(-1)
+    return by_key, by_query
+
+
 def unit(x: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 @contextlib.contextmanager
-def quick_kda() -> Iterator[None]:
+def quick_scans() -> Iterator[None]:
     from transformers.models.kimi_linear import modeling_kimi_linear
+    from transformers.models.qwen3_5 import modeling_qwen3_5
 
-    with mock.patch.object(modeling_kimi_linear, "chunk_kimi_delta_attention", chunked_kda):
+    with (
+        mock.patch.object(modeling_kimi_linear, "chunk_kimi_delta_attention", chunked_delta),
+        mock.patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", chunked_delta),
+    ):
         yield
 
 
@@ -697,7 +714,7 @@ def run(arguments: argparse.Namespace, started: float) -> None:
     torch.set_float32_matmul_precision("high")
     model = build(rule, arguments.size == "large").to(device)  # type: ignore[arg-type]
     print(f"{rule}: {model.num_parameters():,} parameters, {len(corpus.texts)} files", flush=True)
-    with quick_kda(), full_precision_scans(model):
+    with quick_scans(), full_precision_scans(model):
         steps = train(model, joined(training, device), settings, started + arguments.seconds)
 
     torch.set_float32_matmul_precision("highest")

@@ -22,6 +22,9 @@ PRECISIONS = (
 )
 """fp32 again, which must not differ; what engines offer; read copies beside another; one packed copy."""
 
+DTYPES = ("fp32", "bf16")
+"""Of activations; the kernels that serve packed states on a GPU take bf16."""
+
 
 def check_precisions(names: Sequence[str]) -> None:
     """Refuse what is no precision.

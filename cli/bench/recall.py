@@ -11,18 +11,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from replayssm.cli.bench import table
-from replayssm.cli.bench.compared import PRECISIONS, check_precisions, check_step
+from replayssm.cli.bench.compared import DTYPES, PRECISIONS, check_precisions, check_step
 from replayssm.cli.bench.kernels import words
 from replayssm.cli.bench.positions import Bucket, buckets
 from replayssm.cli.bench.recall_stream import Inputs, Layer, Stream, exact_steps
 from replayssm.cli.bench.study import Study, add_options
 from replayssm.cli.errors import CommandError
 from replayssm.core import LayerBuffers, Precision, ReplayCache, RingLayout, Rounding, Rule
+from replayssm.core.formats import FORMATS
 from replayssm.kernels import gdn_step, kda_step, load_states, mamba2_step, materialize
 
 PROGRAM, TOPIC = "replayssm bench recall", "recall"
@@ -35,20 +37,28 @@ class Decoded:
     """One sequence of the layer, decoded by the step functions in one precision."""
 
     def __init__(
-        self, layer: Layer, precision: Precision, window: int, step: int, device: str, backend: str
+        self,
+        layer: Layer,
+        precision: Precision,
+        window: int,
+        step: int,
+        device: str,
+        backend: str,
+        dtype: torch.dtype,
     ) -> None:
-        self._layer, self._backend = layer, backend
-        layout = RingLayout(layer.geometry, window, step, torch.float32, split=precision.split)
+        self._layer, self._backend, self._dtype = layer, backend, dtype
+        layout = RingLayout(layer.geometry, window, step, dtype, split=precision.split)
         rates = torch.full((layer.heads,), layer.decay) if layer.rule is Rule.MAMBA2 else None
         rates = rates if rates is None else rates.to(device)
         self._buffers = LayerBuffers.allocate(layout, 1, precision, device, rates)
-        self._cache = ReplayCache([self._buffers], materialize)
+        # Keys come as they are: rounded to bf16 they are not quite of norm one.
+        self._cache = ReplayCache([self._buffers], partial(materialize, use_qk_l2norm=False))
         self._slot = torch.zeros(1, dtype=torch.int32, device=device)
 
     def steps(self, inputs: Inputs) -> torch.Tensor:
         """Outputs `[T, HV, V]` of one step."""
         device, tokens = self._slot.device, len(inputs["q"])
-        q, k, v = (inputs[name].to(device)[None].contiguous() for name in "qkv")
+        q, k, v = (inputs[name].to(device, self._dtype)[None].contiguous() for name in "qkv")
         stored: dict[str, Any] = {
             "state": self._buffers.state,
             "read_state": self._buffers.read_state,
@@ -116,16 +126,21 @@ def measure(
     device: str = "cpu",
     backend: str = "auto",
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[dict[str, Any]]:
     """Rows of the record, bucket by bucket, each precision's."""
     stream = Stream(layer, seed)
-    runs = {name: Decoded(layer, Precision.parse(name), window, step, device, backend) for name in precisions}
+    runs = {
+        name: Decoded(layer, Precision.parse(name), window, step, device, backend, dtype)
+        for name in precisions
+    }
     state = torch.zeros(layer.geometry.state_shape, dtype=torch.double)
     for bucket in buckets(tokens):
         errors = {name: Errors() for name in runs}
         left = bucket.last - bucket.first + 1
         while left:
             inputs, old = stream.take(min(step, left))
+            inputs = {name: x.to(dtype).float() for name, x in inputs.items()}
             left -= len(old)
             state, exact = exact_steps(layer, state, inputs)
             for name, run in runs.items():
@@ -168,6 +183,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--heads", type=int, default=4)
     options.add_argument("--key-dim", type=int, default=128)
     options.add_argument("--value-dim", type=int, default=128)
+    options.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="of what tokens bring and of outputs"
+    )
     options.add_argument("--decay", type=float, default=1e-5, help="of a token, as a positive log-decay")
     add_options(options)
     return options
@@ -186,10 +204,10 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> None:
         layer = Layer(Rule(rule), given.heads, given.key_dim, given.value_dim, -given.decay)
         found = measure(
             layer, given.precisions, given.tokens, window=given.window, step=given.step,
-            device=given.device, backend=given.backend, seed=given.seed,
+            device=given.device, backend=given.backend, seed=given.seed, dtype=FORMATS[given.dtype],
         )  # fmt: skip
         for row in found:
-            study.add(row)
+            study.add({"dtype": given.dtype, "backend": given.backend, "step": given.step, **row})
             say(f"{row['rule']:7} {row['precision']:14} to {row['last']:6}: {_number(row['error_old'])}")
     for rule in given.rule:
         say("")

@@ -57,6 +57,34 @@ def test_tables_by_position_and_over_models(figures: ModuleType, results: Path) 
     assert "| nvfp4+sr | 1.0e-03 | 4.0e-03 | 4.0e-02 | 81.25% | 1.5000 |" in text
     assert "| nvfp4+sr | 2.0e-03 | 50.0% |" in figures.accuracy("long-prompt", results)
     assert "| 0.01 | 25.0% | 50.0% |" in figures.accuracy("skipped-reads", results)
+    assert figures.accuracy("generated", results) == "Not in this record.\n"
+
+
+def test_a_model_in_two_dtypes(figures: ModuleType, results: Path) -> None:
+    """Each has a table of its own, and of one date the record from a GPU is taken."""
+    rows = [
+        {**forced("fp32", 16, 0.0, 1.0), "model": "large", "dtype": "fp32"},
+        {**forced("nvfp4+sr", 64, 5e-3, 1.0), "model": "large", "dtype": "bf16"},
+        {"study": "trained", "model": "large", "dtype": "bf16", "parameters": 54_000_000, "steps": 1000,
+         "bytes_seen": 33e6, "training_bytes": 127e6, "seed": 0, "held_out": 1.25, "held_out_bf16": 1.251},
+    ]  # fmt: skip
+    record = {"topic": "accuracy", **HEAD, "command": "; ".join("abcdef"), "rows": rows}
+    (results / "accuracy-h200-2026-01-02.json").write_text(json.dumps(record), encoding="utf-8")
+    text = figures.accuracy("teacher-forced", results)
+    assert "**large** (gdn, 2.0 million parameters)" in text
+    assert "**large in bf16** (gdn, 2.0 million parameters)" in text
+    assert "| large | 54.0 M | 1,000 | 33 M | 127 M | 0 | 1.250 | 1.251 |" in figures.accuracy(
+        "trained", results
+    )
+    source = figures.study_source("accuracy", results)
+    assert source.endswith(": `a`; `b`; `c`; `d`; 2 more in that file, alike.\n")
+
+
+def test_of_each_rule_the_model_decoded_farthest_is_drawn() -> None:
+    from replayssm.cli.bench.accuracy.plot import _farthest
+
+    near, far = forced("fp32", 16, 1.0, 1.0), {**forced("fp32", 64, 1.0, 1.0), "dtype": "bf16"}
+    assert _farthest([near, far, {**near, "dtype": "bf16"}]) == [far, {**near, "dtype": "bf16"}]
 
 
 def test_recall_and_where_it_is_from(figures: ModuleType, results: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,12 @@ from replayssm.cli.errors import CommandError
 from replayssm.cli.main import app
 from tests import oracle
 from tests.adapters.transformers import zoo
+from tests.cli.conftest import TOKENS as TINY
 
 transformers = pytest.importorskip("transformers")
 
 from replayssm.cli import decode  # noqa: E402
-from replayssm.cli.bench.accuracy import decoding, layers, scales, skipping  # noqa: E402
+from replayssm.cli.bench.accuracy import decoding, layers, scales, skipping, stepping  # noqa: E402
 from replayssm.cli.bench.accuracy.decoding import Ring, Sampling  # noqa: E402
 from replayssm.cli.bench.accuracy.layers import Reads  # noqa: E402
 from replayssm.cli.bench.accuracy.texts import Text  # noqa: E402
@@ -79,11 +83,41 @@ def test_steps_of_several_tokens_flush_where_single_ones_do(rule: str) -> None:
     assert (scan - exact).abs().max() < 0.02 * off
 
 
-def test_a_prompt_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last piece is never one token, which the adapter would decode."""
+def by_the_adapter(model: Any, given: torch.Tensor, prompt: int, ring: Ring, precision: str) -> torch.Tensor:
+    """As `decoding.forced`, with the whole model called for each step."""
+    with torch.inference_mode(), decode.replaying(model, ring.config(precision)):
+        cache = transformers.DynamicCache(config=model.config)
+        decoding._forward(model, cache, given[:, :prompt])
+        cache.activate_past_recording()
+        outputs = []
+        for piece in given[:, prompt:].split(ring.step, 1):
+            outputs.append(decoding._forward(model, cache, piece))
+            cache.crop(0)
+    return torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("precision", ["int8+sr", "int8/fp16+sr"])
+@pytest.mark.parametrize("rule", MIXERS)
+def test_layers_take_a_text_as_they_do_step_by_step(
+    rule: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same flushes and same random bits: from the adapter only by rounding, which may flip a code of int8."""
+    model = zoo.BY_NAME[MIXERS[rule]].build()
+    given = TOKENS[:, :37]
+    monkeypatch.setattr(decoding, "PIECE", 14)
+    monkeypatch.setattr(stepping, "CAPTURED_STEPS", 2)
+    exact = decoding.forced(model, given, 8, ring(), "fp32")
+    for step in (1, 4):
+        found = decoding.forced(model, given, 8, ring(step), precision)
+        expected = by_the_adapter(model, given, 8, ring(step), precision)
+        assert (found - expected).abs().mean() < 0.02 * (found - exact).abs().mean()
+
+
+def test_a_text_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No piece is one token, which the adapter would decode, and steps are not cut."""
     model = zoo.BY_NAME[MIXERS["gdn"]].build()
-    whole = decoding.forced(model, TOKENS[:, :20], 17, ring(), "fp32")
-    monkeypatch.setattr(decoding, "PROMPT_PIECE", 8)
+    whole = decoding.forced(model, TOKENS[:, :27], 17, ring(4), "fp32")
+    monkeypatch.setattr(decoding, "PIECE", 8)
     sizes: list[int] = []
     forward = decoding._forward
 
@@ -92,8 +126,71 @@ def test_a_prompt_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(model, cache, tokens)
 
     monkeypatch.setattr(decoding, "_forward", noted)
-    torch.testing.assert_close(decoding.forced(model, TOKENS[:, :20], 17, ring(), "fp32"), whole)
-    assert sizes == [8, 7, 2, 1, 1, 1]
+    torch.testing.assert_close(decoding.forced(model, TOKENS[:, :27], 17, ring(4), "fp32"), whole)
+    assert sizes == [8, 9, 8, 2]
+
+
+def served(rule: str) -> Any:
+    """A model of random numbers with heads that the CUDA kernels serve."""
+    from transformers import KimiLinearConfig, NemotronHConfig, Qwen3_5TextConfig
+
+    common = {**TINY, "head_dim": 16}
+    types = ["linear_attention", "linear_attention", "full_attention"]
+    configs: dict[str, Callable[[], Any]] = {
+        "gdn": lambda: Qwen3_5TextConfig(
+            **common, num_hidden_layers=3, layer_types=types, linear_num_key_heads=2,
+            linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=64,
+        ),
+        "mamba2": lambda: NemotronHConfig(
+            **common, layers_block_type=types, mamba_num_heads=4, mamba_head_dim=64, ssm_state_size=128,
+            n_groups=2,
+        ),
+        "kda": lambda: KimiLinearConfig(
+            **{**TINY, "num_key_value_heads": 2}, num_hidden_layers=3, layer_types=types,
+            mlp_layer_types=["dense"] * 3, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16,
+            v_head_dim=16, linear_num_heads=2, linear_head_dim=128,
+        ),
+    }  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(configs[rule](), dtype=torch.bfloat16).eval()
+
+
+def in_graphs_and_without(
+    model: Any, step: int, precision: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> list[torch.Tensor]:
+    given, order = zoo.tokens(2, 72).to(model.device), Ring(16, step, backend)
+    found = []
+    for steps in (4, 1000):
+        monkeypatch.setattr(stepping, "CAPTURED_STEPS", steps)
+        found.append(decoding.forced(model, given, 8, order, precision))
+    return found
+
+
+@pytest.mark.parametrize("rule", MIXERS)
+def test_parts_of_a_piece(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps taken a few at a time are those of the whole piece."""
+    few, all_at_once = in_graphs_and_without(served(rule), 2, "nvfp4/fp16+sr", "torch", monkeypatch)
+    assert torch.equal(few, all_at_once)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8/fp16+sr", "nvfp4/fp8+sr", "nvfp4+sr"])
+@pytest.mark.parametrize("rule", MIXERS)
+def test_captured_steps(rule: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed graphs give the bits of launches one by one, and were replayed."""
+    replays = 0
+    replay = stepping._Graph.replay
+
+    def counted(graph: Any, call: Any) -> torch.Tensor:
+        nonlocal replays
+        replays += 1
+        return replay(graph, call)
+
+    monkeypatch.setattr(stepping._Graph, "replay", counted)
+    model = served(rule).to("cuda")
+    captured, launched = in_graphs_and_without(model, 4, precision, "cuda", monkeypatch)
+    assert replays == 2 * 3
+    assert torch.equal(captured, launched)
 
 
 def test_what_a_model_writes() -> None:
@@ -211,7 +308,7 @@ def test_a_whole_run(hybrids: Path, tmp_path: Path) -> None:
     assert record["command"].startswith("replayssm bench accuracy --models hybrids0 --precisions fp32,")
     assert {"torch", "transformers", "python"} <= record["versions"].keys()
     rows = record["rows"]
-    assert {row["study"] for row in rows} == set(command.STUDIES)
+    assert {row["study"] for row in rows} == set(command.STUDIES) - {"trained"}
     assert {row["rule"] for row in rows} == {"gdn", "mamba2"}
     diverging = [row for row in rows if row["study"] in ("teacher-forced", "long-prompt")]
     for row in diverging:
@@ -231,6 +328,27 @@ def test_a_whole_run(hybrids: Path, tmp_path: Path) -> None:
     titles = ["gdn, teacher-forced", "mamba2, generated", "long-prompt", "skipped-reads", "read-scales"]
     assert set(titles) <= set(said)
     assert next(iter(tables.every(rows))) == "gdn, teacher-forced"
+
+
+def test_how_a_model_came_about(hybrids: Path, tmp_path: Path) -> None:
+    """From the record of its training, with a digest of the weights that were decoded."""
+    folder = tmp_path / "gdn"
+    shutil.copytree(hybrids / "gdn", folder)
+    training = {
+        "data": {"sha256": "c0ffee", "training_bytes": 1000},
+        "settings": {
+            "seed": 3, "batch": 2, "length": 64, "peak_rate": 0.002, "autocast": True, "schedule": "cosine",
+        },
+        "training": {"steps": 7, "bytes_seen": 896, "seconds": 1.5, "loss_curve": [{"bits_per_byte": 2.5}]},
+        "held_out": {"fp32": 2.25, "bf16_rounded": 2.26},
+        "machine": {"device": "CPU"},
+    }  # fmt: skip
+    (folder / "training.json").write_text(json.dumps(training), encoding="utf-8")
+    file = tmp_path / "trained.json"
+    run(folder, "--studies", "trained", "--device", "cpu", "--json", str(file))
+    [row] = json.loads(file.read_text())["rows"]
+    assert (row["model"], row["corpus"], row["steps"], row["loss"]) == ("gdn", "c0ffee", 7, 2.5)
+    assert row["weights"] == sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def test_models_in_bf16(hybrids: Path, tmp_path: Path) -> None:
@@ -254,7 +372,7 @@ def test_models_in_bf16(hybrids: Path, tmp_path: Path) -> None:
         (["--precisions", "fp9"], "precision 'fp9': unknown format"),
         (["--precisions", "nvfp4"], "drifts away over long outputs"),
         (["--step", "3"], "a divisor of the window 16"),
-        (["--answer", "0"], "--answer: expected at least 1, got 0"),
+        (["--answer", "1"], "--answer: expected at least 2, got 1"),
         (["--read", "16"], "at least two windows, 32"),
         (["--temperature", "-1"], "expected 0 or more"),
         (["--json", "nowhere/x.json"], "no folder nowhere"),

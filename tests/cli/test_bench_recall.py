@@ -92,6 +92,13 @@ def test_steps_of_several_tokens_are_those_of_one() -> None:
     assert many["read_state_error"] == pytest.approx(one["read_state_error"], rel=1e-3)
 
 
+def test_inputs_in_bf16() -> None:
+    """The measure takes inputs as rounded: what is left is the rounding of outputs."""
+    found = list(measure(layer(Rule.GDN), ["fp32"], 64, step=4, dtype=torch.bfloat16))[-1]
+    assert 1e-4 < found["error_old"] < 2**-8
+    assert found["state_error"] < 1e-5
+
+
 def test_a_whole_run(tmp_path: Path) -> None:
     said: list[str] = []
     file = tmp_path / "recall.json"

@@ -223,11 +223,16 @@ def test_the_split_holds_whole_files_out(script: ModuleType) -> None:
     assert 0.03 < len(held) / len(names) < 0.07
 
 
-def test_quick_kda_is_the_stock_rule(script: ModuleType) -> None:
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+def test_quick_scans_are_the_stock_rules(rule: str, script: ModuleType) -> None:
+    """Outputs and gradients; GDN's query and key heads serve two value heads each."""
     from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
+    scan = chunk_kimi_delta_attention if rule == "kda" else torch_chunk_gated_delta_rule
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 128, 2, 16)] * 4 + [(2, 128, 2)]
+    heads, wide = (2, 128, 2 if rule == "kda" else 1, 16), (2, 128, 2, 16)
+    shapes = [heads, heads, wide, wide if rule == "kda" else wide[:3], wide[:3]]
     inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
 
     def outcome(rule: Any, **options: Any) -> list[torch.Tensor]:
@@ -237,8 +242,8 @@ def test_quick_kda_is_the_stock_rule(script: ModuleType) -> None:
         weights = torch.linspace(-1, 1, output.numel()).view_as(output)
         return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
 
-    stock = outcome(chunk_kimi_delta_attention, use_qk_l2norm_in_kernel=True)
-    for ours, theirs in zip(outcome(script.chunked_kda), stock, strict=True):
+    stock = outcome(scan, use_qk_l2norm_in_kernel=True)
+    for ours, theirs in zip(outcome(script.chunked_delta), stock, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

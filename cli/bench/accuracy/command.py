@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from replayssm.cli.bench import table
 from replayssm.cli.bench.accuracy import tables
-from replayssm.cli.bench.compared import PRECISIONS, check_precisions, check_step
+from replayssm.cli.bench.compared import DTYPES, PRECISIONS, check_precisions, check_step
 from replayssm.cli.bench.kernels import words
 from replayssm.cli.bench.study import Study, add_options
 from replayssm.cli.errors import CommandError, require
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from replayssm.cli.bench.accuracy.studies import Plan
 
 PROGRAM, TOPIC = "replayssm bench accuracy", "accuracy"
-STUDIES = (*tables.BY_MODEL, *tables.OVER_MODELS)
-DTYPES = ("fp32", "bf16")
+STUDIES = ("trained", *tables.BY_MODEL, *(name for name in tables.OVER_MODELS if name != "trained"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,6 +96,7 @@ def _measure(
         "sequences": given.sequences,
         "window": given.window,
         "dtype": given.dtype,
+        "backend": given.backend,
     }
     for name in given.studies:
         for row in studies.STUDIES[name](model, tokens, plan):
@@ -129,9 +129,10 @@ def _check(given: argparse.Namespace) -> None:
             raise CommandError(f"unknown study {name!r}: expected some of {', '.join(STUDIES)}")
     check_precisions(given.precisions)
     check_step(given.step, given.window)
-    for name in ("sequences", "prompt", "tokens", "long_prompt", "answer", "generate"):
-        if getattr(given, name) < 1:
-            raise CommandError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(given, name)}")
+    least = {"sequences": 1, "prompt": 1, "tokens": 2, "long_prompt": 1, "answer": 2, "generate": 1}
+    for name, number in least.items():
+        if (value := getattr(given, name)) < number:
+            raise CommandError(f"--{name.replace('_', '-')}: expected at least {number}, got {value}")
     if given.read < 2 * given.window:
         raise CommandError(f"--read: expected at least two windows, {2 * given.window}, got {given.read}")
     if given.temperature < 0:

@@ -2,7 +2,8 @@
 
 A step brings one token, as in serving, or several at once, which are then all kept. Either way a flush folds
 the same records where the window is a multiple of a step's tokens: states and outputs are the same but for
-rounding and random bits, and long texts take so many fewer steps.
+rounding and random bits, and long texts take so many fewer steps. A given text goes through the model layer
+by layer (`stepping`), what a model writes through the adapter.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from replayssm.cli import decode
+from replayssm.cli.bench.accuracy.stepping import stepping
 from replayssm.core.config import ReplayConfig
 from replayssm.core.precision import Precision
 
-PROMPT_PIECE = 2048
-"""Tokens of a prompt that go through a model at once."""
+PIECE = 2048
+"""Tokens that go through a model at once."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,21 @@ class Ring:
 def forced(
     model: PreTrainedModel, tokens: torch.Tensor, prompt: int, ring: Ring, precision: str
 ) -> torch.Tensor:
-    """Decode `tokens [B, P + N]` behind their first `prompt`.
+    """Decode `tokens [B, P + N]` behind their first `prompt`, at least two.
 
     Returns:
         Log-probabilities `[B, N, vocabulary]` fp32, of what follows each decoded token.
     """
-    with decode.replaying(model, ring.config(precision)):
+    with (
+        stepping(model, ring.config(precision)) as steps,
+        decode.replaying(model, ReplayConfig(backend=ring.backend)),
+    ):
         cache = DynamicCache(config=model.config)
         for _ in _pieces(model, cache, tokens[:, :prompt]):
             pass
-        return torch.cat(list(_steps(model, cache, tokens[:, prompt:], ring.step)), 1)
+        steps.decoding = True
+        decoded = tokens[:, prompt:]
+        return torch.cat(list(_pieces(model, cache, decoded, ring.step)), 1)
 
 
 @torch.inference_mode()
@@ -96,31 +103,25 @@ def continued(
         *_, last = _pieces(model, cache, prompt)
         tokens = [sampling.pick(last[:, -1], numbers[0])]
         for number in numbers[1:]:
-            after = next(_steps(model, cache, tokens[-1], 1))
+            after = _forward(model, cache, tokens[-1])
             tokens.append(sampling.pick(after[:, -1], number))
     return torch.cat(tokens, 1)
 
 
-def _pieces(model: PreTrainedModel, cache: DynamicCache, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Log-probabilities of a prompt, piece by piece; no piece is a single token, which would be a step."""
-    whole, rest = divmod(tokens.shape[1], PROMPT_PIECE)
-    sizes = [PROMPT_PIECE] * whole + [rest] * (rest > 0)
+def _pieces(
+    model: PreTrainedModel, cache: DynamicCache, tokens: torch.Tensor, step: int = 1
+) -> Iterator[torch.Tensor]:
+    """Log-probabilities of a text, piece by piece, of whole steps where there are steps.
+
+    No piece is a single token, which the adapter would replay.
+    """
+    size = PIECE // step * step
+    whole, rest = divmod(tokens.shape[1], size)
+    sizes = [size] * whole + [rest] * (rest > 0)
     if rest == 1 and whole:
-        sizes[-2:] = [PROMPT_PIECE - 1, 2]
+        sizes[-2:] = [size + 1]
     for piece in tokens.split(sizes, 1):
         yield _forward(model, cache, piece)
-
-
-def _steps(
-    model: PreTrainedModel, cache: DynamicCache, tokens: torch.Tensor, step: int
-) -> Iterator[torch.Tensor]:
-    """Log-probabilities of decoded tokens, step by step."""
-    if step > 1:
-        cache.activate_past_recording()
-    for piece in tokens.split(step, 1):
-        yield _forward(model, cache, piece)
-        if step > 1:
-            cache.crop(0)
 
 
 def _forward(model: PreTrainedModel, cache: DynamicCache, tokens: torch.Tensor) -> torch.Tensor:

@@ -66,15 +66,15 @@ def reads(call: ScanCall, window: int) -> Iterator[Reads]:
     shape = (len(call.activation), *call.geometry.state_shape)
     state = torch.zeros(shape, device=call.activation.device)
     for first in range(0, call.tokens - window + 1, window):
-        piece = _cut(call, first, window)
+        piece = cut(call, first, window)
         outputs, after = piece.head(window, state)
         if first:
             yield _reads(piece, state, outputs.float())
         state = after.float()
 
 
-def _cut(call: ScanCall, first: int, count: int) -> ScanCall:
-    """The call for `count` of its tokens."""
+def cut(call: ScanCall, first: int, count: int) -> ScanCall:
+    """The call for `count` of its tokens, from `first` on."""
     tokens = {name: call.arguments[name][:, first : first + count] for name in call.tokenwise}
     return type(call)(call.scan, call.mixer, **(call.arguments | tokens))
 

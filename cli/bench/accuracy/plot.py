@@ -25,7 +25,7 @@ def draw(path: Path, accuracy: Rows, recall: Rows) -> None:
         accuracy: rows of a record of topic `accuracy`.
         recall: rows of a record of topic `recall`.
     """
-    forced = [row for row in accuracy if row["study"] == "teacher-forced"]
+    forced = _farthest([row for row in accuracy if row["study"] == "teacher-forced"])
     figure = Figure(figsize=(13, 7.4), layout="constrained")
     axes = figure.subplots(2, len(TITLES), sharey="row", squeeze=False)
     for column, (rule, title) in enumerate(TITLES.items()):
@@ -38,6 +38,16 @@ def draw(path: Path, accuracy: Rows, recall: Rows) -> None:
     axes[1, 0].set_ylabel("layer: relative error of recall")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(path, dpi=110)
+
+
+def _farthest(rows: Rows) -> Rows:
+    """For each rule, of its models and their dtypes the one that was decoded farthest."""
+    ends: dict[str, tuple[int, tuple[str, str | None]]] = {}
+    for row in rows:
+        end = row["last"], (row["model"], row.get("dtype"))
+        if row["rule"] not in ends or end[0] > ends[row["rule"]][0]:
+            ends[row["rule"]] = end
+    return [row for row in rows if (row["model"], row.get("dtype")) == ends[row["rule"]][1]]
 
 
 def _draw(axes: Axes, rows: Rows, value: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +25,12 @@ SCAN = "transformers' scan"
 """In place of a precision: the text at once, without decoding, for the size of rounding alone."""
 TEXT = "the text itself"
 """In place of a precision: what really follows the prompt."""
+TRAINING = "training.json"
 RUN = 16
 """Tokens that make a repetition when they have stood together before."""
+
+JUDGED = 8
+"""Sequences that go through transformers' scan at once; KDA's takes gigabytes for them."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,34 @@ class Plan:
     generate: int
     sampling: Sampling
     read: int
+
+
+def trained(model: TextModel, text: Text, plan: Plan) -> Iterator[Row]:
+    """How the model came about, where `examples/train.py` has left its record beside the weights."""
+    folder = Path(str(model.model.name_or_path))
+    if not (folder / TRAINING).is_file():
+        return
+    record = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+    data, settings, training = (record[name] for name in ("data", "settings", "training"))
+    yield {
+        "weights": weights_digest(folder),
+        "corpus": data["sha256"],
+        "training_bytes": data["training_bytes"],
+        **{name: settings[name] for name in ("seed", "batch", "length", "peak_rate", "autocast", "schedule")},
+        **{name: training[name] for name in ("steps", "bytes_seen", "seconds")},
+        "loss": training["loss_curve"][-1]["bits_per_byte"],
+        "held_out": record["held_out"]["fp32"],
+        "held_out_bf16": record["held_out"]["bf16_rounded"],
+        "device": record["machine"]["device"],
+    }
+
+
+def weights_digest(folder: Path) -> str:
+    """sha256 of a folder's weights, file by file in order of their names."""
+    total = sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        total.update(path.read_bytes())
+    return total.hexdigest()
 
 
 def teacher_forced(model: TextModel, text: Text, plan: Plan) -> Iterator[Row]:
@@ -107,7 +142,9 @@ def generated(model: TextModel, text: Text, plan: Plan) -> Iterator[Row]:
             written = decoding.continued(model.model, prompt, *options)
         reference = written if reference is None else reference
         whole = torch.cat([prompt, written], 1)
-        judged = decoding.scanned(model.model, whole[:, :-1], plan.prompt - 1)
+        judged = torch.cat(
+            [decoding.scanned(model.model, rows, plan.prompt - 1) for rows in whole[:, :-1].split(JUDGED)]
+        )
         bits = bits_of(judged, written) / text.bytes_per_token
         again = torch.tensor([repeats(row, RUN)[plan.prompt :] for row in whole.tolist()])
         for bucket in buckets(plan.generate):
@@ -138,6 +175,7 @@ def read_scales(model: TextModel, text: Text, plan: Plan) -> Iterator[Row]:
 
 
 STUDIES: dict[str, Callable[[TextModel, Text, Plan], Iterator[Row]]] = {
+    "trained": trained,
     "teacher-forced": teacher_forced,
     "long-prompt": long_prompt,
     "generated": generated,

@@ -11,7 +11,7 @@ Lines = list[list[str]]
 
 def every(rows: Rows) -> dict[str, Lines]:
     """All tables of a record, by title."""
-    made = {}
+    made, rows = {}, labelled(rows)
     for model in _values(rows, "model"):
         own = [row for row in rows if row["model"] == model]
         for study, build in BY_MODEL.items():
@@ -21,6 +21,28 @@ def every(rows: Rows) -> dict[str, Lines]:
         if of_study := [row for row in rows if row["study"] == study]:
             made[study] = build(of_study)
     return made
+
+
+def labelled(rows: Rows) -> list[dict[str, Any]]:
+    """The rows; what was run in another dtype than fp32 is of a model that is named after it as well."""
+    return [
+        {**row, "model": f"{row['model']} in {row['dtype']}"}
+        if row.get("dtype", "fp32") != "fp32" and row["study"] != "trained"
+        else dict(row)
+        for row in rows
+    ]
+
+
+def trained(rows: Rows) -> Lines:
+    """What models were trained on, how long, and how well they predict."""
+    head = ["model", "parameters", "steps", "bytes seen", "of", "seed", "bits per byte, held out", "in bf16"]
+    lines = [head]
+    for row in {row["model"]: row for row in rows}.values():
+        sizes = [f"{row[name] / 1e6:.0f} M" for name in ("bytes_seen", "training_bytes")]
+        scores = [f"{row[name]:.3f}" for name in ("held_out", "held_out_bf16")]
+        parameters = f"{row['parameters'] / 1e6:.1f} M"
+        lines.append([row["model"], parameters, f"{row['steps']:,}", *sizes, str(row["seed"]), *scores])
+    return lines
 
 
 def teacher_forced(rows: Rows) -> Lines:
@@ -91,6 +113,7 @@ def read_scales(rows: Rows) -> Lines:
 
 BY_MODEL: dict[str, Callable[[Rows], Lines]] = {"teacher-forced": teacher_forced, "generated": generated}
 OVER_MODELS: dict[str, Callable[[Rows], Lines]] = {
+    "trained": trained,
     "long-prompt": long_prompt,
     "skipped-reads": skipped_reads,
     "read-scales": read_scales,
