@@ -602,6 +602,7 @@ _MOVED = ("_torch.pyexecutor.kv_cache.mamba_cache_manager",)
 _REPLAY = (_MANAGERS, "ReplayStateUpdateMetadata")
 _RUN_ALONE = (_MAMBA2, "mamba2_custom_op_inplace")
 _POOLS = (_MANAGERS, _PAGED)
+_STRATEGY = (_COMMON, "MambaStateUpdateStrategy")
 _PLUGGED = {
     "own": (
         *_OWN_PLUGGED, *_own_mamba2(_CORE), *_OWN_GDN, *_BATCHES, _RANK, _PLACED, _MEASURED, *_MODEL_CLASSES,
@@ -611,11 +612,11 @@ _PLUGGED = {
 
 GENERATIONS: tuple[Generation, ...] = (
     Generation(
-        "g5", "the open pull request #18843 at 3f4f8081", (_NEMOTRON,), (), _PLUGGED, copies=_COPIES,
-        trees=_trees(_CORE),
+        "g5", "the open pull request #18843 at 3f4f8081", (_NEMOTRON,), (_STRATEGY,), _PLUGGED,
+        copies=_COPIES, trees=_trees(_CORE),
     ),
     Generation(
-        "g5a", "early commits of #18843", ((_COMMON, "MambaStateUpdateStrategy"),), (), {},
+        "g5a", "early commits of #18843", (_STRATEGY,), (), {},
         "its managers are given a MambaStateUpdateStrategy: expected those of its later commits, which make "
         "a MambaState",
     ),

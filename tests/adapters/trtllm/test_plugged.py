@@ -7,6 +7,7 @@ other tests, with this generation's managers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,16 @@ def test_the_engines_counts_and_states_are_its_own(monkeypatch: pytest.MonkeyPat
     """Mode borrow, step by step, with a history as short as the adapter's window for the engine alone."""
     monkeypatch.setattr(engines(f"{MANAGERS}.replay"), "MIN_REPLAY_HISTORY_SIZE", WINDOW)
     test_borrow.test_the_engines_counts_and_states_are_its_own("v2", "gdn")
+
+
+@pytest.mark.parametrize(("rule", "rows"), [("mamba2", 20), ("gdn", 23)])
+def test_a_longer_window_than_the_engines_own(rule: str, rows: int) -> None:
+    """Mode borrow. The engine makes its buffers of 16 rows, or of as many as a step has tokens."""
+    server, borrowed = serve("v2", rule, 2, settings=replace(BORROW, window=20))
+    state = server.manager._speculative_state
+    assert (borrowed.cursors.window, state.replay_history_size) == (20, 20)
+    assert state.old_x.shape[3] == rows
+    decoding(server, 2, steps=0)
 
 
 @pytest.mark.parametrize("max_draft", [None, 2])
