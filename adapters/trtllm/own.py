@@ -88,11 +88,12 @@ def hybrid_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     if self.local_num_mamba_layers == 0:
         return
     mapping, states = bound["mapping"], list(self.all_ssm_states)
-    give_rings(
-        self, settings, rule, states, groups_of(mapping, bound["mamba_n_groups"]),
+    rings = make_rings(
+        type(self).__name__, settings, rule, states, groups_of(mapping, bound["mamba_n_groups"]),
         bound["mamba_cache_dtype"], tokens, bound["max_batch_size"] * mapping.pp_size,
         len(self.cuda_state_indices), seed_of(settings, bound, states[0]), path_of(bound["spec_config"]),
     )  # fmt: skip
+    setattr(self, RECORDS, rings)
 
 
 def mixed_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
@@ -125,11 +126,12 @@ def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     if drafts is not None:
         nothing = cache.temporal.new_empty(len(cache.temporal), 0)
         self.mamba_cache = replace(cache, intermediate_ssm=nothing)
-    give_rings(
-        self, settings, rule, list(cache.temporal),
+    rings = make_rings(
+        type(self).__name__, settings, rule, list(cache.temporal),
         groups_of(bound["mapping"], bound["n_groups"]), bound["dtype"], tokens, self._max_resource_count,
         len(self.intermediate_state_indices), seed_of(settings, bound, cache.temporal),
     )  # fmt: skip
+    setattr(self, RECORDS, rings)
 
 
 def no_trees(rule: Rule) -> str:
@@ -155,11 +157,6 @@ def without_snapshots(original: Original, self: Any, spec_config: Any, max_batch
     windows = self.intermediate_conv_states
     if windows is not None:
         self.intermediate_ssm_states = windows.new_empty(len(windows), 0)
-
-
-def give_rings(manager: Any, settings: Settings, *made_with: Any) -> None:
-    """Rings beside a manager's states; `made_with` as in `make_rings`."""
-    setattr(manager, RECORDS, make_rings(type(manager).__name__, settings, *made_with))
 
 
 def make_rings(

@@ -3,8 +3,7 @@
 What a model keeps beside its states is a `MambaState` there. Its manager makes it in
 `_initialize_model_state`, hands it the states of the pool, and asks it for a layer's tensors and to end each
 verification. So mode `own` puts an object of ours in the place of the engine's, and mode `borrow` makes the
-buffers of the engine's longer. Requests and layers are
-hooked as in earlier generations.
+buffers of the engine's longer. Requests and layers are hooked as in earlier generations.
 """
 
 from __future__ import annotations
@@ -218,17 +217,17 @@ def older_manager(original: Original, self: Any, *args: Any, **given: Any) -> No
     original(self, *args, **given)
 
 
-def _make(original: Original, manager: Any, args: Any, given: Any, rows: int) -> None:
+def _make(original: Original, made: Any, args: Any, given: Any, rows: int) -> None:
     """Make a manager, on the way its state object with buffers of `rows` rows.
 
     Raises:
         Incompatible: it has made a state of another kind.
     """
-    setattr(manager, _WANTED, rows)
-    original(manager, *args, **given)
-    if hasattr(manager, _WANTED):
+    setattr(made, _WANTED, rows)
+    original(made, *args, **given)
+    if hasattr(made, _WANTED):
         raise Incompatible(
-            f"replayssm: a {type(manager).__name__} keeps states of its own: expected a "
+            f"replayssm: a {type(made).__name__} keeps states of its own: expected a "
             "NemotronHybridCacheManagerV2 or a Qwen35HybridCacheManagerV2; serve another model, or leave "
             "replayssm out"
         )

@@ -24,7 +24,7 @@ GENERATIONS = {
     "trtllm_double_g2": ("drafts", "standard"),
     "trtllm_double_g4": ("drafts",),
     "trtllm_double_g4b": ("drafts", "standard"),
-    "trtllm_double_g5": ("drafts", "standard"),
+    "trtllm_double_g5": ("drafts", "standard", "away"),
 }
 """Other generations of TensorRT-LLM than g3, with the streams they are sent: g4 has g3's functions
 elsewhere, and one stream shows it."""

@@ -172,7 +172,7 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, MambaHybridCacheManager):
     def get_replay_state_update_metadata(self):
         return None if self._speculative_state is None else self._speculative_state.get_replay_metadata()
 
-    def add_dummy_requests(self, request_ids, is_gen=True, **kwargs):
+    def add_dummy_requests(self, request_ids, is_gen=False, **kwargs):
         requests = super().add_dummy_requests(request_ids, **kwargs)
         self._setup_state_indices(requests, num_contexts=0 if is_gen else len(requests))
         if not is_gen:
