@@ -58,8 +58,9 @@ def hybrid_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     with _history(original, rule_of(bound), tokens):
         original(self, *args, **given)
     if self.local_num_mamba_layers:
+        self.replay_history_size = window_of(tokens)
         groups = groups_of(bound["mapping"], bound["mamba_n_groups"])
-        _lend(self, rule_of(bound), groups, bound["mamba_cache_dtype"], tokens)
+        lend(self, rule_of(bound), groups, bound["mamba_cache_dtype"], tokens)
 
 
 def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
@@ -70,29 +71,43 @@ def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     with _history(original, rule, drafts + 1):
         original(self, *args, **given)
     if self.mamba_layer_offsets:
-        _lend(self, rule, groups_of(bound["mapping"], bound["n_groups"]), bound["dtype"], drafts + 1)
+        self.replay_history_size = window_of(drafts + 1)
+        lend(self, rule, groups_of(bound["mapping"], bound["n_groups"]), bound["dtype"], drafts + 1)
 
 
 @contextmanager
 def _history(original: Original, rule: Rule, tokens: int) -> Iterator[None]:
-    """The engine's least history is the window while its buffers are made.
-
-    A ring of `u` in fp32 takes the room of both buffers, so they are made `T` rows longer: while a step folds
-    the old records, the new ones stand behind them.
-    """
+    """The engine's least history is that of our rings while its buffers are made."""
     manager: Any = import_module(original.__module__)
     engines = manager.MIN_REPLAY_HISTORY_SIZE
-    window = max(active().window, tokens)
-    manager.MIN_REPLAY_HISTORY_SIZE = window + (tokens if rule is Rule.GDN else 0)
+    manager.MIN_REPLAY_HISTORY_SIZE = rows_of(rule, tokens)
     try:
         yield
     finally:
         manager.MIN_REPLAY_HISTORY_SIZE = engines
 
 
-def _lend(manager: Any, rule: Rule, groups: int, activations: torch.dtype, tokens: int) -> None:
-    settings, window = active(), max(active().window, tokens)
-    manager.replay_history_size = window
+def window_of(tokens: int) -> int:
+    """L of steps of `tokens` tokens; as with the engine's kernels it is no shorter than they are."""
+    return max(active().window, tokens)
+
+
+def rows_of(rule: Rule, tokens: int) -> int:
+    """Rows of each of the engine's two buffers that hold a ring.
+
+    A ring of `u` in fp32 takes the room of both, so they are made `T` rows longer: while a step folds the old
+    records, the new ones stand behind them.
+    """
+    return window_of(tokens) + (tokens if rule is Rule.GDN else 0)
+
+
+def lend(manager: Any, rule: Rule, groups: int, activations: torch.dtype, tokens: int) -> None:
+    """Rings in the buffers of a manager's own replay.
+
+    Raises:
+        Incompatible: it has none.
+    """
+    settings, window = active(), window_of(tokens)
     metadata = manager.get_replay_state_update_metadata()
     if metadata is None:
         raise Incompatible(

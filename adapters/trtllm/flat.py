@@ -13,9 +13,18 @@ import torch
 
 from replayssm.adapters.trtllm import decode
 from replayssm.adapters.trtllm.managers import Original, bind, scheduled, seed_of
-from replayssm.adapters.trtllm.own import begin_layer, end_layer, give_rings, run_gdn
+from replayssm.adapters.trtllm.own import begin_layer, end_layer, make_rings, run_gdn
 from replayssm.adapters.trtllm.refusals import Incompatible, refuse_manager
-from replayssm.adapters.trtllm.served import active, built, layer_of, require_step, rings_of, run, running
+from replayssm.adapters.trtllm.served import (
+    RECORDS,
+    active,
+    built,
+    layer_of,
+    require_step,
+    rings_of,
+    run,
+    running,
+)
 from replayssm.core.geometry import Rule
 
 
@@ -34,10 +43,11 @@ def manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
     (rule,) = built
     groups = bound["n_groups"] // bound["mapping"].tp_size
     settings, states = active(), list(self.ssm_states)
-    give_rings(
-        self, settings, rule, states, groups, bound["dtype"], 1, bound["max_batch_size"],
+    rings = make_rings(
+        type(self).__name__, settings, rule, states, groups, bound["dtype"], 1, bound["max_batch_size"],
         len(self.state_indices), seed_of(settings, bound, states[0]),
     )  # fmt: skip
+    setattr(self, RECORDS, rings)
 
 
 def prepare(original: Original, self: Any, scheduled_batch: Any) -> Any:

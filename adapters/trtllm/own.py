@@ -82,17 +82,18 @@ def hybrid_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
         return
     settings, rule = active(), rule_of(bound)
     tokens = step_tokens(bound)
-    refuse_manager(bound, tokens, bound["mamba_n_groups"], _no_trees(rule))
+    refuse_manager(bound, tokens, bound["mamba_n_groups"], no_trees(rule))
     setattr(self, _NO_SNAPSHOTS, True)
     original(self, *args, **{**given, "use_replay_state_update": False})
     if self.local_num_mamba_layers == 0:
         return
     mapping, states = bound["mapping"], list(self.all_ssm_states)
-    give_rings(
-        self, settings, rule, states, groups_of(mapping, bound["mamba_n_groups"]),
+    rings = make_rings(
+        type(self).__name__, settings, rule, states, groups_of(mapping, bound["mamba_n_groups"]),
         bound["mamba_cache_dtype"], tokens, bound["max_batch_size"] * mapping.pp_size,
         len(self.cuda_state_indices), seed_of(settings, bound, states[0]), path_of(bound["spec_config"]),
     )  # fmt: skip
+    setattr(self, RECORDS, rings)
 
 
 def mixed_manager(original: Original, self: Any, *args: Any, **given: Any) -> None:
@@ -100,7 +101,7 @@ def mixed_manager(original: Original, self: Any, *args: Any, **given: Any) -> No
     bound = bind(original, self, args, given)
     if not bound["is_draft"]:
         rule = RULES[bound["model_type"]]
-        refuse_manager(bound, step_tokens(bound), bound["mamba_n_groups"], _no_trees(rule))
+        refuse_manager(bound, step_tokens(bound), bound["mamba_n_groups"], no_trees(rule))
     original(self, *args, **given)
     inner = self._impl
     if not bound["is_draft"] and inner.mamba_layer_offsets and rings_of(self) is None:
@@ -117,7 +118,7 @@ def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     drafts = bound["speculative_num_draft_tokens"]
     tokens = 1 if drafts is None else int(drafts) + 1
     rule = RULES[bound["model_type"]]
-    refuse_manager(bound, tokens, bound["n_groups"], _no_trees(rule))
+    refuse_manager(bound, tokens, bound["n_groups"], no_trees(rule))
     original(self, *args, **{**given, "use_replay_state_update": False})
     cache = self.mamba_cache
     if len(cache.temporal) == 0:
@@ -125,14 +126,15 @@ def python_manager(original: Original, self: Any, *args: Any, **given: Any) -> N
     if drafts is not None:
         nothing = cache.temporal.new_empty(len(cache.temporal), 0)
         self.mamba_cache = replace(cache, intermediate_ssm=nothing)
-    give_rings(
-        self, settings, rule, list(cache.temporal),
+    rings = make_rings(
+        type(self).__name__, settings, rule, list(cache.temporal),
         groups_of(bound["mapping"], bound["n_groups"]), bound["dtype"], tokens, self._max_resource_count,
         len(self.intermediate_state_indices), seed_of(settings, bound, cache.temporal),
     )  # fmt: skip
+    setattr(self, RECORDS, rings)
 
 
-def _no_trees(rule: Rule) -> str:
+def no_trees(rule: Rule) -> str:
     """Why layers do not verify draft trees; empty where they do."""
     if rule is not Rule.MAMBA2:
         return "the engine's Gated DeltaNet layers take its nodes for a chain"
@@ -157,8 +159,8 @@ def without_snapshots(original: Original, self: Any, spec_config: Any, max_batch
         self.intermediate_ssm_states = windows.new_empty(len(windows), 0)
 
 
-def give_rings(
-    manager: Any,
+def make_rings(
+    manager: str,
     settings: Settings,
     rule: Rule,
     states: list[torch.Tensor],
@@ -169,11 +171,11 @@ def give_rings(
     batch: int,
     seed: int | None,
     path: int | None = None,
-) -> None:
-    """Rings beside a manager's states.
+) -> Rings:
+    """Rings for the states of a manager.
 
     Args:
-        manager: it.
+        manager: its class, for the log.
         settings: the adapter's.
         rule: of its layers.
         states: per layer.
@@ -184,6 +186,9 @@ def give_rings(
         batch: rows of a step at most.
         seed: the first of stochastic rounding; `None`: round to nearest.
         path: the most tokens that a step accepts; `None`: all it brings.
+
+    Raises:
+        Incompatible: they cannot be counted, are of no layers that are served, or the settings do not fit.
     """
     if unmeasured():
         raise Incompatible(
@@ -207,14 +212,14 @@ def give_rings(
         rings = Rings(layout, states, requests, batch, settings.backend, turned, seed, read)
     except ValueError as error:
         raise Incompatible(f"replayssm: {error}; precision is in adapter.yaml") from None
-    setattr(manager, RECORDS, rings)
     stored = parse_format(states[0].dtype) + ("" if seed is None else " rounded stochastically")
     copies = "" if read is None else f", read from copies in {read} of {rings.read_bytes / (1 << 30):.2f} GB"
     logger.warning(
         "replayssm: %d %s layers, %s; %s; window %d, %d tokens a step; state %s; rings %.2f GB, %d requests",
-        len(states), rule, type(manager).__name__, backend, layout.window, tokens, stored + copies,
-        rings.bytes / (1 << 30), requests,
+        len(states), rule, manager, backend, layout.window, tokens, stored + copies, rings.bytes / (1 << 30),
+        requests,
     )  # fmt: skip
+    return rings
 
 
 def _backend(settings: Settings, state: torch.Tensor, layout: RingLayout) -> str:
@@ -511,15 +516,35 @@ def _commit_drafts(
     if rings is None or rings.drafts == 0:
         return
     nodes = next((each for each in leaves if each is not None), None)
-    if (nodes is not None) != rings.tree:
+    require_kind(rings, nodes is not None)
+    first, last = attn_metadata.num_contexts, attn_metadata.num_seqs
+    commit_drafts(rings, first, accepted[first:last].int(), nodes)
+
+
+def require_kind(rings: Rings, tree: bool) -> None:
+    """The speculative worker commits what the layers have verified: a draft tree, or a chain.
+
+    Raises:
+        Incompatible: it commits the other.
+    """
+    if tree != rings.tree:
         seen, said = ("a draft tree", "a chain") if rings.tree else ("a chain", "a draft tree")
         raise Incompatible(
             f"replayssm: the layers were given {seen} to verify, and the speculative worker commits {said}: "
             "expected the same of both; leave speculative_config.use_dynamic_tree out"
         )
-    first, last = attn_metadata.num_contexts, attn_metadata.num_seqs
-    kept = accepted[first:last].int()
+
+
+def commit_drafts(rings: Rings, first: int, kept: torch.Tensor, nodes: torch.Tensor | None) -> None:
+    """End a verification step: the cursors move by what was accepted.
+
+    Args:
+        rings: of the batch's requests.
+        first: how many contexts stand before the rows that were verified.
+        kept: `[count]` int32, tokens accepted of each of these rows.
+        nodes: `[count]` int, the last accepted node of each where they are trees.
+    """
     if nodes is not None:
         rings.keep_path(first, nodes, kept)
-    rings.commit(first, last - first, rings.drafts, kept)
+    rings.commit(first, len(kept), rings.drafts, kept)
     rings.drafts, rings.tree = 0, False

@@ -326,7 +326,7 @@ _REPLAYED = (
     "draft_token_num", "replay_metadata", "layer_cache", "replay_work_items", "replay_n_writes", "output_d",
     "packed_qkv", "use_all_layer_commit",
 )  # fmt: skip
-_BORROW_GDN: tuple[Target, ...] = (
+_BORROW_GDN_LAYERS: tuple[Target, ...] = (
     _gdn_forward("borrow", "which layer verifies"),
     Attributes(_GDN, _LAYER, ("layer_idx", "A_log", "dt_bias"), "verification by a Gated DeltaNet layer"),
     Function(_GDN, f"{_LAYER}._replay_verify_recurrent", _REPLAYED, _REPLAYED[:15],
@@ -336,6 +336,9 @@ _BORROW_GDN: tuple[Target, ...] = (
              "verification by a Gated DeltaNet layer")
         for inside in ("forward_decode", "forward_extend")
     ),
+)  # fmt: skip
+_BORROW_GDN: tuple[Target, ...] = (
+    *_BORROW_GDN_LAYERS,
     *(
         Function(_MANAGERS, f"{owner}._commit_gdn_cached_replay_history_layers",
                  ("self", "attn_metadata", "num_decodes"), ("self",),
@@ -493,16 +496,129 @@ _G0: dict[str, tuple[Target, ...]] = {
     ),
 }  # fmt: skip
 
-_PER_MODEL = ("_torch.modules.mamba.cache_manager",)
+_NEMOTRON = (("_torch.modules.mamba.cache_manager",), "NemotronHybridCacheManagerV2")
+_QWEN = (("_torch.modules.fla.cache_manager",), "Qwen35HybridCacheManagerV2")
+_COMMON = ("_torch.pyexecutor.kv_cache.mamba_cache_manager.common",)
+_LEGACY = ("_torch.pyexecutor.kv_cache.mamba_cache_manager.legacy",)
+_PAGES = ("_torch.pyexecutor.kv_cache.mamba_cache_manager.mamba_cache_manager_v2",)
+_REPLAY_STATE = ("_torch.pyexecutor.kv_cache.mamba_cache_manager.replay",)
+_OBJECT = "a model's state object"
+_PAGED_SIZES = tuple(name for name in _SIZES if name != "use_replay_state_update")
+_ACCEPTED = ("num_contexts", "num_generations", "num_accepted_tokens", "accepted_positions",
+             "source_state_indices", "destination_state_indices")  # fmt: skip
+
+
+def _plugged_managers(prefix: str, used: tuple[str, ...]) -> tuple[Target, ...]:
+    """Managers of models: the common one, and the object that each makes beside its states."""
+    return (
+        Function(_PAGES, f"{_PAGED}.__init__",
+                 ("self", *_STATE_SHAPE, *_PAGED_SIZES, "conv_state_layout", "**kwargs"), used, _OBJECT,
+                 f"plugged.{prefix}manager"),
+        *(
+            Function(_LEGACY, f"{owner}.__init__", ("self", *_STATE_SHAPE, *parameters), ("is_draft",),
+                     "managers before V2 are refused", "plugged.older_manager")
+            for owner, parameters in (
+                ("MixedMambaHybridCacheManager", _NEWER.mixed), (_CPP, (*_SIZES, "model_type", "**kwargs")),
+            )
+        ),
+        *(
+            target
+            for modules, owner in (_NEMOTRON, _QWEN)
+            for target in (
+                Function(modules, f"{owner}._initialize_model_state", ("self",), ("self",), _OBJECT,
+                         f"plugged.{prefix or 'model_'}state"),
+                Attributes(modules, owner, ("_requested_replay",), "the engine's own replay on or off"),
+            )
+        ),
+        Function(_PAGES, f"{_PAGED}.prepare_resources", ("self", "scheduled_batch"),
+                 ("self", "scheduled_batch"), _SLOTS, "lifecycle.prepare"),
+        Function(_PAGES, f"{_PAGED}.free_resources", ("self", "request", "pin_on_release"),
+                 ("self", "request"), _RELEASED, "lifecycle.free"),
+        Function(_PAGES, f"{_PAGED}.shutdown", ("self",), ("self",), _GONE, "lifecycle.shut_down"),
+        Attributes(_PAGES, _PAGED,
+                   ("local_num_mamba_layers", "mamba_layer_offsets", "_request_id_to_state_index",
+                    "_speculative_state"), _STATES),
+        _SUSPEND,
+    )  # fmt: skip
+
+
+_OWN_PLUGGED: tuple[Target, ...] = (
+    *_plugged_managers(
+        "", ("mamba_n_groups", "mapping", "spec_config", "is_draft", "conv_state_layout")
+    ),
+    Function(_PAGES, f"{_PAGED}.get_state_indices", ("self", "request_ids", "is_padding"),
+             ("self", "request_ids", "is_padding"), _ROWS, "own.place"),
+    Function(_PAGES, f"{_PAGED}.update_mamba_states", _UPDATE, _UPDATE, _COMMIT, "plugged.update_states"),
+    Attributes(_PAGES, _PAGED, ("_request_id_to_is_dummy",), "rows of dummies have no rings"),
+    Call(_PAGES, f"{_PAGED}.update_mamba_states", "MambaAcceptanceBatch", 0, _ACCEPTED, _COMMIT),
+    Call(_PAGES, f"{_PAGED}.update_mamba_states", "self._update_speculative_state", 1, (), _COMMIT),
+    *(
+        Function(_COMMON, f"MambaState.{name}", parameters, parameters, _OBJECT)
+        for name, parameters in (
+            ("bind", ("self", "context", "ssm_states", "conv_states")),
+            ("reset_slots", ("self", "slots", "host_slots")),
+            ("update", ("self", "batch")),
+            ("shutdown", ("self",)),
+            ("make_layer_cache", ("self", "layer_offset", "conv", "temporal")),
+        )
+    ),
+    Attributes(_COMMON, "MambaState", ("intermediate_indices", "intermediate_ssm", "intermediate_conv"),
+               _OBJECT),
+    Attributes(_COMMON, "MambaStateLayout",
+               ("mapping", "ssm_state_shape", "conv_state_dtype", "n_groups_per_rank", "max_batch_size",
+                "state_index_capacity", "spec_config", "stochastic_rounding", "conv_state_layout"),
+               "rings beside the states"),
+    Attributes(_COMMON, "MambaAcceptanceBatch",
+               ("num_contexts", "num_accepted_tokens", "accepted_positions"), _COMMIT),
+    Function(_COMMON, "_stack_state_views", ("states",), ("states",), "the convolution is rolled back"),
+    Function(_COMMON, "_promote_intermediate_states",
+             ("destination_states", "intermediate_states", "batch", "stacked"),
+             ("destination_states", "intermediate_states", "batch", "stacked"),
+             "the convolution is rolled back"),
+)  # fmt: skip
+_BORROW_PLUGGED: tuple[Target, ...] = (
+    *_plugged_managers(
+        "lent_",
+        ("mamba_n_groups", "mamba_cache_dtype", "mapping", "spec_config", "is_draft",
+         "mamba_ssm_stochastic_rounding", "conv_state_layout"),
+    ),
+    Function(_PAGES, f"{_PAGED}.update_mamba_states", _UPDATE, _COMMITTED, _COMMIT, "borrow.update_states"),
+    *(
+        Function(_PAGES, f"{_PAGED}.{name}", parameters, parameters, _BUFFERS)
+        for name, parameters in (
+            ("get_replay_state_update_metadata", ("self",)), ("mamba_layer_cache", ("self", "layer_idx")),
+        )
+    ),
+    Attributes(_COMMON, "ReplayStateUpdateMetadata",
+               ("prev_num_accepted_tokens", "cache_buf_idx", "replay_step_width"), _BUFFERS),
+    Attributes(_COMMON, "MambaLayerCache", ("temporal",), _STATES),
+    Attributes(_REPLAY_STATE, "ReplayLayerCache", ("old_x", "old_B", "old_dt"), _BUFFERS),
+    Attributes(_REPLAY_STATE, "ReplayHistory", ("replay_history_size",), _BUFFERS),
+    Function(_QWEN[0], "GDNReplayState.commit_all_layers", ("self", "attention_metadata", "num_decodes"),
+             ("self",), "no kernel of the engine's reads our records", "plugged.commit_layers"),
+)  # fmt: skip
+
 _MOVED = ("_torch.pyexecutor.kv_cache.mamba_cache_manager",)
 _REPLAY = (_MANAGERS, "ReplayStateUpdateMetadata")
 _RUN_ALONE = (_MAMBA2, "mamba2_custom_op_inplace")
 _POOLS = (_MANAGERS, _PAGED)
+_STRATEGY = (_COMMON, "MambaStateUpdateStrategy")
+_PLUGGED = {
+    "own": (
+        *_OWN_PLUGGED, *_own_mamba2(_CORE), *_OWN_GDN, *_BATCHES, _RANK, _PLACED, _MEASURED, *_MODEL_CLASSES,
+    ),
+    "borrow": (*_BORROW_PLUGGED, *_borrow_mamba2(_CORE), *_BORROW_GDN_LAYERS, *_BATCHES, *_MODEL_CLASSES),
+}  # fmt: skip
 
 GENERATIONS: tuple[Generation, ...] = (
     Generation(
-        "g5", "after 1.4.0rc4", ((_PER_MODEL, "NemotronHybridCacheManagerV2"),), (), {},
-        "each model brings its own state object, and this release does not know that interface",
+        "g5", "the open pull request #18843 at 3f4f8081", (_NEMOTRON,), (_STRATEGY,), _PLUGGED,
+        copies=_COPIES, trees=_trees(_CORE),
+    ),
+    Generation(
+        "g5a", "early commits of #18843", (_STRATEGY,), (), {},
+        "its managers are given a MambaStateUpdateStrategy: expected those of its later commits, which make "
+        "a MambaState",
     ),
     Generation(
         "g4b", "1.4.0 release candidates after #18888", ((_MOVED, _PAGED), _REPLAY, _RUN_ALONE), (),

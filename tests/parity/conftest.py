@@ -24,6 +24,7 @@ GENERATIONS = {
     "trtllm_double_g2": ("drafts", "standard"),
     "trtllm_double_g4": ("drafts",),
     "trtllm_double_g4b": ("drafts", "standard"),
+    "trtllm_double_g5": ("drafts", "standard", "away"),
 }
 """Other generations of TensorRT-LLM than g3, with the streams they are sent: g4 has g3's functions
 elsewhere, and one stream shows it."""
@@ -89,3 +90,4 @@ trtllm_double_g0 = _trtllm("flat", "g0")
 trtllm_double_g2 = _trtllm("cpp", "g2")
 trtllm_double_g4 = _trtllm("cpp", "g4")
 trtllm_double_g4b = _trtllm("v2", "g4b")
+trtllm_double_g5 = _trtllm("v2", "g5")

@@ -8,6 +8,7 @@ has written.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,17 @@ CLASSES = {
     "v2": "MambaHybridCacheManagerV2",
     "flat": "MambaHybridCacheManager",
 }
+OF_MODELS = {
+    "mamba2": ("_torch.modules.mamba.cache_manager", "NemotronHybridCacheManagerV2"),
+    "gdn": ("_torch.modules.fla.cache_manager", "Qwen35HybridCacheManagerV2"),
+}
+"""What V2 is, by rule, in a generation with managers of models."""
 RULES = ("mamba2", "gdn")
+
+
+def per_model() -> bool:
+    """Whether the double's generation has managers of models."""
+    return find_spec(f"tensorrt_llm.{OF_MODELS['mamba2'][0]}") is not None
 
 
 @dataclass
@@ -125,8 +136,11 @@ class Server:
         self.metadata: Any = None
 
     def _manager(self) -> Any:
-        managers = engines("_torch.pyexecutor.mamba_cache_manager")
-        cls = getattr(managers, CLASSES[self.kind])
+        managers, name = engines("_torch.pyexecutor.mamba_cache_manager"), CLASSES[self.kind]
+        if self.kind == "v2" and per_model():
+            of_model, name = OF_MODELS[self.rule]
+            managers = engines(of_model)
+        cls = getattr(managers, name)
         model = {"mamba2": "nemotron_hybrid", "gdn": "qwen3_next"}[self.rule]
         kind = {"model_type": model}
         if self.kind == "v2":

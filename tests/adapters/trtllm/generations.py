@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.adapters.trtllm import run_alone
+from tests.adapters.trtllm import per_model, run_alone
 
 DOUBLE = Path(__file__).with_name("double")
 """Folder with the package `tensorrt_llm` of generation g3."""
@@ -63,21 +63,25 @@ def _run_alone(root: Path) -> None:
     run_alone.rewrite(root)
 
 
+def _per_model(root: Path) -> None:
+    """Generation g5: managers of models, each with a state object of its own."""
+    _run_alone(root)
+    _overlay(root, "double_g5")
+    per_model.split(root)
+    per_model.ask(root)
+
+
 def _before_v2(root: Path) -> None:
     """Generation g2: no V2 manager, Gated DeltaNet without replay, and no draft trees."""
     _overlay(root, "double_g2")
     _turn(root)
     managers = root / "_torch/pyexecutor/mamba_cache_manager.py"
     tree = ast.parse(managers.read_text())
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    gate, pool = classes["MambaHybridCacheManager"], classes["CppMambaHybridCacheManager"]
-    own = {node.name for node in pool.body if isinstance(node, ast.FunctionDef)}
     # The interface's class is a gate only: all that it has belongs to the C++ pool's manager.
-    pool.body += [node for node in gate.body if getattr(node, "name", "") not in own]
-    gate.body = [ast.Pass()]
+    per_model.fold(tree, "MambaHybridCacheManager", "CppMambaHybridCacheManager")
     tree.body = [
         node for node in tree.body
-        if node is not classes["MambaHybridCacheManagerV2"]
+        if getattr(node, "name", "") != "MambaHybridCacheManagerV2"
         and getattr(node, "module", "") != "tensorrt_llm._torch.pyexecutor.kv_cache_manager_v2"
     ]  # fmt: skip
     for node in ast.walk(tree):
@@ -147,4 +151,5 @@ DOUBLES: dict[str, Callable[[Path], None]] = {
     "g3": _as_it_is,
     "g4": _move,
     "g4b": _run_alone,
+    "g5": _per_model,
 }

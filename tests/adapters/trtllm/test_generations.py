@@ -22,11 +22,14 @@ STANDARD = [
     *(("g4", "v2", rule) for rule in RULES),
     ("g4b", "cpp", "mamba2"),
     ("g4b", "v2", "gdn"),
+    *(("g5", "v2", rule) for rule in RULES),
 ]
+PYTHON = "PythonMambaCacheManager"
 DRAFTS = [case for case in STANDARD if case[0] != "g0"]
 LENT = [
     ("g2", "python", "mamba2"), ("g2", "cpp", "mamba2"), ("g4", "cpp", "mamba2"), ("g4", "v2", "gdn"),
-    ("g4b", "v2", "mamba2"), ("g4b", "cpp", "gdn"), ("g4b", "v2", "gdn"),
+    ("g4b", "v2", "mamba2"), ("g4b", "cpp", "gdn"), ("g4b", "v2", "gdn"), ("g5", "v2", "mamba2"),
+    ("g5", "v2", "gdn"),
 ]  # fmt: skip
 
 
@@ -139,13 +142,13 @@ def test_a_mode_that_a_generation_does_not_have_is_refused(generation: str, mode
         install(Settings(WINDOW, "torch", None, None, mode))
 
 
-@pytest.mark.parametrize("generation", ["g0", "g2", "g4", "g4b"], indirect=True)
+@pytest.mark.parametrize("generation", ["g0", "g2", "g4", "g4b", "g5"], indirect=True)
 def test_patches_are_undone(generation: str) -> None:
     def patched() -> list[Any]:
         managers = engines("_torch.pyexecutor.mamba_cache_manager")
         mixer = engines("_torch.modules.mamba.mamba2_mixer")
-        name = "MambaCacheManager" if generation == "g0" else "PythonMambaCacheManager"
-        step = "forward_core" if generation == "g4b" else "forward"
+        name = {"g0": "MambaCacheManager", "g5": "MambaHybridCacheManagerV2"}.get(generation, PYTHON)
+        step = "forward_core" if generation in ("g4b", "g5") else "forward"
         return [vars(getattr(managers, name))["__init__"], getattr(mixer.Mamba2Mixer, step)]
 
     before = patched()
@@ -212,8 +215,11 @@ def test_in_mode_borrow_too(generation: str, rule: str, monkeypatch: pytest.Monk
         server.step(decodes=requests, tokens=3)
 
 
-@pytest.mark.parametrize("generation", ["g4b"], indirect=True)
-@pytest.mark.parametrize(("kind", "rule"), [("cpp", "mamba2"), ("v2", "gdn"), ("python", "mamba2")])
+@pytest.mark.parametrize(
+    ("generation", "kind", "rule"),
+    [("g4b", "cpp", "mamba2"), ("g4b", "v2", "gdn"), ("g4b", "python", "mamba2"), ("g5", "v2", "gdn")],
+    indirect=["generation"],
+)
 def test_a_cache_of_other_layers_is_refused(generation: str, kind: str, rule: str) -> None:
     """L19. Kimi Delta Attention's layers have the same managers, and their rings would never be used."""
     early = Server(kind, rule)

@@ -84,7 +84,7 @@ def test_the_double_alone() -> None:
         server.step(decodes=requests, tokens=NODES + 1, trees=[grown(choose) for _ in requests])
 
 
-@pytest.mark.parametrize("generation", ["g4", "g4b"], indirect=True)
+@pytest.mark.parametrize("generation", ["g4", "g4b", "g5"], indirect=True)
 def test_the_next_generations(generation: str) -> None:
     server, rings = trees("v2", 8)
     walk(server, rings, 6)

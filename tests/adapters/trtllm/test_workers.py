@@ -49,6 +49,7 @@ MANAGER = {
     "g3": "mamba_cache_manager:CppMambaHybridCacheManager",
     "g4": "kv_cache.mamba_cache_manager:CppMambaHybridCacheManager",
     "g4b": "kv_cache.mamba_cache_manager:CppMambaHybridCacheManager",
+    "g5": "kv_cache.mamba_cache_manager:MambaHybridCacheManagerV2",
 }
 
 

@@ -1,0 +1,5 @@
+"""What GPU there would be."""
+
+
+def get_sm_version():
+    return 90
