@@ -46,8 +46,10 @@ constexpr int AT_KEYS = AT_STARTS + (KDA ? (CORRECTS ? START_TERMS : 0) : DELTA)
 constexpr int AT_DECAYS = AT_KEYS + (KDA ? LR * K * 2 : 0);  // of KDA: keys and decays as they come
 constexpr int AT_TOTAL = AT_DECAYS + (KDA ? LR * K * 4 : 0);
 constexpr int AT_MATRIX = AT_TOTAL + (KDA ? K * 4 : 0);
-constexpr int AT_NORMS = AT_MATRIX + (DELTA && (CORRECTS || !KDA) ? LR * MATRIX_STRIDE * 4 : 0);
-constexpr int AT_WEIGHTS = AT_NORMS + 2 * 4 * LR;
+constexpr int AT_INVERSE = AT_MATRIX + (DELTA && (CORRECTS || !KDA) ? LR * MATRIX_STRIDE * 4 : 0);
+constexpr int AT_NORMS =
+    AT_INVERSE + (CORRECTS ? LR * MATRIX_STRIDE * 4 : 0);  // and more of records, see weigh
+constexpr int AT_WEIGHTS = AT_NORMS + 4 * 4 * LR;
 constexpr int AT_MAXIMA = AT_WEIGHTS + 4 * (LR + 4);  // of the warps, for either copy
 constexpr int AT_SCALES = AT_MAXIMA + (2 * WARPS + 3) / 4 * 16;
 constexpr int AT_STATE = AT_SCALES + WARPS * 128;  // of fp16, see staged
@@ -303,6 +305,7 @@ DEVICE void stage_channels(int hist, int thread) {
 // ---- what keys have in common ----
 
 DEVICE float* matrix_row(int row) { return (float*)(shared_memory + AT_MATRIX) + row * MATRIX_STRIDE; }
+DEVICE float* inverse_row(int row) { return (float*)(shared_memory + AT_INVERSE) + row * MATRIX_STRIDE; }
 
 // Products of GDN's keys with each other, of none above the diagonal, by one warp. They are exact, but for
 // the sums'.
@@ -367,13 +370,12 @@ DEVICE void multiply_channels(bool l2norm, int hist, int warp, int lane) {
     }
 }
 
-// ---- one warp's work for the head ----
+// ---- what records do to each other ----
 
-// Weights of the records at the end, and the matrix that makes `d` of `D k`: less the inverse of
-// `I + M` times the diagonal of `beta` and, but for KDA, of decays since the start. Lane `lane` has record
-// `lane`, and column `lane` of the matrix.
+// Weights of the records at the end, and what the matrix is made of, by one warp; lane `lane` has record
+// `lane`.
 DEVICE void weigh(float gate, float beta, float A, bool l2norm, int hist, int lane) {
-    const float* const norms = (const float*)(shared_memory + AT_NORMS);
+    float* const norms = (float*)(shared_memory + AT_NORMS);
     float* const weights = (float*)(shared_memory + AT_WEIGHTS);
     const float rate = DELTA ? 1.f : A;
     float norm = DELTA && lane < hist ? norms[lane] : 0.f;
@@ -389,44 +391,54 @@ DEVICE void weigh(float gate, float beta, float A, bool l2norm, int hist, int la
         if (lane == 0) weights[LR] = total;
     }
     if (lane < LR) weights[lane] = lane < hist ? weight : 0.f;
-#if RULE != 0 && READ >= 0
-    float* const factors = (float*)(shared_memory + AT_NORMS);  // of rows, and base-two logarithms of decays
+    if (!CORRECTS) return;
     const float since = beta * norm * (KDA ? 1.f : expf(sum_to(gate, lane)));
-    const int j = lane % LR;
-    float between = 0.f, column[LR];
-    warp_sync();
-    if (lane < LR) factors[lane] = beta * norm, factors[LR + lane] = LOG2E * gate;
-    warp_sync();
-#pragma unroll
-    for (int s = 0; s < LR; s++) {
-        const bool below = s > j && s < hist;
-        between += below ? factors[LR + s] : 0.f;
-        const float factor = factors[s] * (KDA ? norm : norm * fast_exp2(between));
-        column[s] = below ? factor * matrix_row(s)[j] : 0.f;
+    if (lane < LR) {
+        norms[lane] = norm, norms[LR + lane] = beta * norm;
+        norms[2 * LR + lane] = LOG2E * gate, norms[3 * LR + lane] = -since;
     }
-    warp_sync();
-    if (lane < LR)
+}
+
+// The matrix that makes `d` of `D k`: less the inverse of `I + M` times the diagonal of `beta` and, but for
+// KDA, of decays since the start. All warps make it, with a lane for each row of 32 / LR columns at a time.
+constexpr int COLUMNS = 32 / LR;  // of a warp
+
+// M in place of the keys' products.
+DEVICE void make_matrix(int hist, int warp, int lane) {
+    const float* const norms = (const float*)(shared_memory + AT_NORMS);
+    const int row = lane % LR;
+    const float factor = norms[LR + row], gate = norms[2 * LR + row];
+    for (int column = COLUMNS * warp + lane / LR; column < LR; column += COLUMNS * WARPS) {
+        const bool below = row > column && row < hist;
+        float decay = 1.f;
+        if (!KDA) {
+            float between = below ? gate : 0.f;
 #pragma unroll
-        for (int s = 0; s < LR; s++) matrix_row(s)[j] = column[s];
-    warp_sync();
-#pragma unroll
-    for (int s = 0; s < LR; s++) {
-        float y[4] = {s == j ? 1.f : 0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-        for (int i = 0; i < s; i += 4) {
-            const float4 m = *(const float4*)(matrix_row(s) + i);
-            const float row[4] = {m.x, m.y, m.z, m.w};
-#pragma unroll
-            for (int n = 0; n < 4; n++)
-                if (i + n < s) y[n] = fmaf(-row[n], column[i + n], y[n]);
+            for (int step = 1; step < LR; step *= 2) {
+                const float earlier = shuffle(between, (lane - step) & 31);
+                if (row >= step) between += earlier;
+            }
+            decay = fast_exp2(between);
         }
-        column[s] = (y[0] + y[1]) + (y[2] + y[3]);
+        float* const at = matrix_row(row) + column;
+        *at = below ? factor * norms[column] * decay * *at : 0.f;
     }
-    warp_sync();
-    if (lane < LR)
+}
+
+DEVICE void invert_matrix(int warp, int lane) {
+    const float* const norms = (const float*)(shared_memory + AT_NORMS);
+    const int row = lane % LR, first = lane - row;
+    for (int column = COLUMNS * warp + lane / LR; column < LR; column += COLUMNS * WARPS) {
+        float x = row == column ? 1.f : 0.f;
 #pragma unroll
-        for (int s = 0; s < LR; s++) matrix_row(s)[j] = -column[s] * since;
-#endif
+        for (int i = 0; i < LR; i += 4) {
+            const float4 m = *(const float4*)(matrix_row(row) + i);
+            const float lower[4] = {m.x, m.y, m.z, m.w};
+#pragma unroll
+            for (int n = 0; n < 4; n++) x = fmaf(-lower[n], shuffle(x, first + i + n), x);
+        }
+        inverse_row(row)[column] = x * norms[3 * LR + column];
+    }
 }
 
 // ---- a warp's 16 value rows ----
@@ -481,7 +493,8 @@ DEVICE void take_off(u32 (&d)[2][OFF_TERMS][4], Values x, const State& state, co
 // `u` of the history plus what it lacks for having been solved from the read copy.
 template <class Values>
 DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const State& state, const Read& read,
-                    const Scales& scales, int g, int c) {
+                    const Scales& scales, int hist, int warp, int lane) {
+    const int g = lane >> 2, c = lane & 3;
     const uint4* const starts = (const uint4*)(shared_memory + AT_STARTS);
     float off[RECORDS][4];  // D k, of rows 2g and 2g + 1 and records 2c and 2c + 1
 #pragma unroll
@@ -490,6 +503,10 @@ DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const State& state, con
         for (int i = 0; i < 4; i++) off[r][i] = 0.f;
 #pragma unroll
     for (int part = 0; part < 4; part++) {
+        if (part == 2) {
+            block_sync();  // what it is made of is there
+            make_matrix(hist, warp, lane);
+        }
         warp_sync();  // or more loads at once than there are registers for
         u32 d[2][OFF_TERMS][4];
         take_off(d, x, state, read, scales, part, c);
@@ -508,7 +525,9 @@ DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const State& state, con
             }
         }
     }
-    block_sync();  // the matrix is there
+    block_sync();
+    invert_matrix(warp, lane);
+    block_sync();
 #pragma unroll
     for (int half = 0; half < RECORDS / 2; half++) {
         u32 a[CORRECTION_TERMS][4];
@@ -525,7 +544,7 @@ DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const State& state, con
             u32 b[CORRECTION_TERMS][2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const float2 y = *(const float2*)(matrix_row(8 * r + g) + 16 * half + 8 * i + 2 * c);
+                const float2 y = *(const float2*)(inverse_row(8 * r + g) + 16 * half + 8 * i + 2 * c);
                 u32 terms[CORRECTION_TERMS];
                 take_terms(y.x, y.y, terms);
 #pragma unroll
@@ -896,7 +915,7 @@ DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int nex
     } else if (CORRECTS)
         correct(
             u, [&](int r, int e) { return State::PACKED ? x[r][e] : unscaled(state, r, e); }, state, read,
-            read_scales, g, c);
+            read_scales, hist, warp, lane);
     else block_sync();  // the weights are there
     if (next_head >= 0) fetch_head(p, flushes()[next], next_head, warp, lane);
     if (HALVES) {

@@ -116,8 +116,9 @@ class FoldConfig:
         if kda:
             copies = 3 + 1 + 2 + ((3 if self.state == "fp32" else 2) if corrects else 0)
         shared = copies * keys + (4 * KEY_DIM if kda else 0)
-        shared += 4 * records * (records + 4) if corrects or self.rule is Rule.GDN else 0
-        shared += 2 * 4 * records + 4 * (records + 4)
+        matrices = int(corrects or self.rule is Rule.GDN) + int(corrects)
+        shared += 4 * records * (records + 4) * matrices
+        shared += 4 * 4 * records + 4 * (records + 4)
         shared += (2 * self.warps + 3) // 4 * 16 + 128 * self.warps
         shared += (
             2 * UNIT * KEY_DIM * self.warps if self.state == "fp16" and self.warps <= _MOST_STAGED else 0
