@@ -5,7 +5,7 @@
 // A program serves one head of one row at a time, with a warp for each 16 value rows, so that a head's whole
 // state is in registers when NVFP4's scale asks for its largest magnitude. Programs find the rows that flush
 // themselves, and share their heads evenly: where no row flushes, all that is read is cursors. While a head
-// is folded the next one's state is on its way.
+// is folded the next one's state and records are on their way.
 //
 // Records meet the state in tensor cores: bf16 products of keys, which are bf16 numbers, with values in three
 // terms that add up to them exactly. KDA's keys have decays of their own and three terms too. A delta rule's
@@ -43,8 +43,9 @@ constexpr int MATRIX_STRIDE = LR + 4;
 constexpr int AT_PAIRS = 0;                                    // see pair_chunk
 constexpr int AT_STARTS = AT_PAIRS + FOLD_TERMS * LR * K * 2;  // see start_chunk
 constexpr int AT_KEYS = AT_STARTS + (KDA ? (CORRECTS ? START_TERMS : 0) : DELTA) * LR * K * 2;
-constexpr int AT_DECAYS = AT_KEYS + (KDA ? LR * K * 2 : 0);  // of KDA: keys and decays as they come
-constexpr int AT_TOTAL = AT_DECAYS + (KDA ? LR * K * 4 : 0);
+constexpr int AT_DECAYS = AT_KEYS + LR * K * 2;  // before it keys as they come; then values, but KDA's decays
+constexpr int VALUES_STRIDE = WARPS * 16 * U_BYTES + 16;  // of records, in bytes
+constexpr int AT_TOTAL = AT_DECAYS + LR * (KDA ? K * 4 : VALUES_STRIDE);
 constexpr int AT_MATRIX = AT_TOTAL + (KDA ? K * 4 : 0);
 constexpr int AT_INVERSE = AT_MATRIX + (DELTA && (CORRECTS || !KDA) ? LR * MATRIX_STRIDE * 4 : 0);
 constexpr int AT_NORMS =
@@ -201,7 +202,8 @@ DEVICE float lift_for(u32 largest) {
 }
 
 // Keys of all records but KDA's, those of a delta rule lifted; a warp does four records at a time.
-DEVICE void stage_keys(const char* ring, int start, int hist, int R, int warp, int lane) {
+DEVICE void stage_keys(int warp, int lane) {
+    const unsigned char* const keys = shared_memory + AT_KEYS;
     uint4* const pairs = (uint4*)(shared_memory + AT_PAIRS);
     uint4* const starts = (uint4*)(shared_memory + AT_STARTS);
     float* const lifts = (float*)(shared_memory + AT_NORMS);
@@ -212,9 +214,8 @@ DEVICE void stage_keys(const char* ring, int start, int hist, int R, int warp, i
         auto after = [](int n) { return n / 2 * 8 + n % 2; };
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            const int past = start + lowest + after(n), row = past >= R ? past - R : past;
-            const int at = row * K + column_of<RUN>(c, 4 * quarter);
-            widen(load4(ring + at * ACT_BYTES, lowest + after(n) < hist), y[n]);
+            const int at = (lowest + after(n)) * K + column_of<RUN>(c, 4 * quarter);
+            widen(*(const uint2*)(keys + at * ACT_BYTES), y[n]);
         }
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -705,8 +706,31 @@ DEVICE uint4* staged(int warp, int lane, int i) {
     return (uint4*)(shared_memory + AT_STATE) + 256 * warp + 32 * i + lane;
 }
 
-// Of the next head what is large on its way: the state to shared memory, the rest to the L2 cache.
+// Keys and values of the history on their way to shared memory, zeros for what is none.
+DEVICE void fetch_records(const FoldParams& p, const Flush& row, int head, int thread) {
+    constexpr int KEYS = K * ACT_BYTES / 16, VALUES = WARPS * U_BYTES;  // of 16 bytes, of a record
+    const char* const k_ring = (const char*)p.k + (row.ring * p.s_k + head / GROUP * p.h_k) * ACT_BYTES;
+    const char* const u_ring = (const char*)p.u + (row.ring * p.s_u + head * p.h_u) * U_BYTES;
+    auto at = [&](int j) {
+        const int past = row.start + j;
+        return past >= p.R ? past - p.R : past;
+    };
+#pragma unroll
+    for (int task = thread; task < LR * KEYS; task += THREADS) {
+        const int j = task / KEYS, i = task % KEYS * 16;
+        copy_async(shared_memory + AT_KEYS + task * 16, k_ring + at(j) * (K * ACT_BYTES) + i, j < row.hist);
+    }
+#pragma unroll
+    for (int task = thread; task < LR * VALUES; task += THREADS) {
+        const int j = task / VALUES, i = task % VALUES * 16;
+        copy_async(shared_memory + AT_DECAYS + j * VALUES_STRIDE + i, u_ring + at(j) * (V * U_BYTES) + i,
+                   j < row.hist && (V % 16 == 0 || i < V * U_BYTES));
+    }
+}
+
+// Of the next head what is large on its way, to shared memory or to the L2 cache.
 DEVICE void fetch_head(const FoldParams& p, const Flush& row, int head, int warp, int lane) {
+    if (!KDA) fetch_records(p, row, head, 32 * warp + lane);
     const int v = 16 * warp + 2 * (lane >> 2);
     const char* const codes = codes_at<STATE>(p.state, row.slot, head, 16 * warp);
 #pragma unroll
@@ -714,18 +738,12 @@ DEVICE void fetch_head(const FoldParams& p, const Flush& row, int head, int warp
         const int at = (v % 16 + i / 4) * State::ROW_BYTES + (4 * (i % 4) + (lane & 3)) * 16;
         copy_async(staged(warp, lane, i), codes + at, V % 16 == 0 || v < V);
     }
-    if (STAGED) copies_commit();
+    if (STAGED || !KDA) copies_commit();
     if (V % 16 && 16 * warp + 16 > V) return;
     constexpr int LINES = 16 * State::ROW_BYTES / 128, READ_LINES = 16 * Read::ROW_BYTES / 128;
     for (int i = lane; !STAGED && i < LINES; i += 32) prefetch(codes + 128 * i);
     if (SPLIT && lane < READ_LINES)
         prefetch(codes_at<READ_AS>(p.read, row.slot, head, 16 * warp) + 128 * lane);
-    if (lane >= row.hist) return;
-    const int past = row.start + lane, at = past >= p.R ? past - p.R : past;
-    prefetch((const char*)p.u + (row.ring * p.s_u + head * p.h_u + at * V + 16 * warp) * U_BYTES);
-    if (warp < 2)
-        prefetch((const char*)p.k +
-                 (row.ring * p.s_k + head / GROUP * p.h_k + at * K + warp * K / 2) * ACT_BYTES);
 }
 
 DEVICE void take_staged(State& state, int warp, int lane) {
@@ -823,7 +841,7 @@ DEVICE void store_head(const FoldParams& p, int slot, int head, float (&x)[2][32
     }
 }
 
-// Values of the history, zeros for what is none.
+// Values of KDA's history, zeros for what is none.
 DEVICE void load_values(float (&u)[RECORDS][2][2], const char* ring, int start, int hist, int R, int v,
                         int c) {
 #pragma unroll
@@ -834,6 +852,19 @@ DEVICE void load_values(float (&u)[RECORDS][2][2], const char* ring, int start, 
             const char* const from = ring + (row * V + v) * U_BYTES;
             u[r][n][0] = u[r][n][1] = 0.f;
             if (j >= hist) continue;
+            const float2 y = *(const float2*)from;
+            u[r][n][0] = y.x, u[r][n][1] = y.y;
+        }
+}
+
+// Values of another rule's, which have come to shared memory.
+DEVICE void take_values(float (&u)[RECORDS][2][2], int v, int c) {
+    const unsigned char* const values = shared_memory + AT_DECAYS + v * U_BYTES;
+#pragma unroll
+    for (int r = 0; r < RECORDS; r++)
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const unsigned char* const from = values + (8 * r + 2 * c + n) * VALUES_STRIDE;
             if (DELTA) {
                 const float2 y = *(const float2*)from;
                 u[r][n][0] = y.x, u[r][n][1] = y.y;
@@ -874,7 +905,7 @@ DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int nex
     if (STATE != FP32 && !STAGED) scales = load_tile<STATE>(state, p.state, slot, head, v, c);
     if (CORRECTS) read_scales = load_tile<READ_AS>(read, p.read, slot, head, v, c);
     float u[RECORDS][2][2];
-    load_values(u, u_ring, start, inside ? hist : 0, p.R, v, c);
+    if (KDA) load_values(u, u_ring, start, inside ? hist : 0, p.R, v, c);
     float gate = 0.f, beta = 0.f, A = 0.f;
     if (warp == 0 && lane < hist) {
         const int past = start + lane, row = past >= p.R ? past - p.R : past;
@@ -883,12 +914,13 @@ DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int nex
     }
     if (!DELTA) A = scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type);
 
+    copies_wait<0>();
+    block_sync();
     if (KDA) {
-        copies_wait<0>();
-        block_sync();
         stage_channels(hist, thread);
     } else {
-        stage_keys(k_ring, start, hist, p.R, warp, lane);
+        take_values(u, v, c);
+        stage_keys(warp, lane);
     }
     if (DELTA) block_sync();
     if (KDA) {
@@ -904,10 +936,7 @@ DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int nex
     }
 
     if (STATE == FP32) scales = load_tile<STATE>(state, p.state, slot, head, v, c);
-    if (STAGED) {
-        copies_wait<0>();
-        take_staged(state, warp, lane);
-    }
+    if (STAGED) take_staged(state, warp, lane);
     float x[2][32];
     if (State::PACKED) decode(x, state, scales, c);
     if (MATERIALIZES && CORRECTS && hist == 0) {  // the read copy may hold anything yet
@@ -965,7 +994,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
             if (head >= p.HV) row++, head -= p.HV;
             fetched = row < listed()[1];
             fold_head(p, at, now, row - listed()[0], fetched ? head : -1);
-            block_sync();
         }
     }
 }

@@ -116,6 +116,9 @@ class FoldConfig:
         if kda:
             copies = 3 + 1 + 2 + ((3 if self.state == "fp32" else 2) if corrects else 0)
         shared = copies * keys + (4 * KEY_DIM if kda else 0)
+        if not kda:  # what comes ahead
+            value = ACTIVATION_BYTES if self.rule is Rule.MAMBA2 else 4
+            shared += keys + records * (UNIT * self.warps * value + 16)
         matrices = int(corrects or self.rule is Rule.GDN) + int(corrects)
         shared += 4 * records * (records + 4) * matrices
         shared += 4 * 4 * records + 4 * (records + 4)
