@@ -367,7 +367,6 @@ def chunked_delta(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    chunk_size: int = 32,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What the formats' own scans of GDN and KDA compute from an empty state, keys normalised.
@@ -375,8 +374,10 @@ def chunked_delta(
     The stock functions take their time launching thousands of small operations: KDA's backward pass is
     quadratic in the length, since it indexes the pairwise decays chunk by chunk, and GDN's goes row by row
     through the system of each chunk. Here all that does not need the state is done for every chunk at once.
-    The length is a multiple of the chunk size; `g` has a key dimension for KDA alone.
+    The length is a multiple of 64. `g` has a key dimension for KDA alone; its chunks are shorter, since their
+    pairwise decays have that dimension too.
     """
+    chunk_size = 32 if g.dim() == 4 else 64
     repeats = value.shape[2] // key.shape[2]
     query, key = (x.repeat_interleave(repeats, dim=2) for x in (query, key))
     g = g if g.dim() == 4 else g[..., None]
