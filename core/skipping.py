@@ -1,8 +1,9 @@
 """Checkpoint skipping: how large the stored states are, by which a step leaves out what it need not read.
 
-Of a value row `S0[v]` of a checkpoint a step needs the products with decayed queries `x`, a delta rule also with
-decayed keys, and `|S0[v] . x| <= |S0[v]| |x|`. Where that is at most the tolerance for all of a step's tokens,
-the row need not be read. docs/how-it-works.md has what follows for outputs and states. It knows no kernels.
+Of a value row `S0[v]` of a checkpoint a step needs the products with decayed queries `x`, a delta rule also
+with decayed keys, and `|S0[v] . x| <= |S0[v]| |x|`. Where that is at most the tolerance for all tokens of a
+step, the row need not be read. docs/how-it-works.md has what follows for outputs and states. It knows no
+kernels.
 """
 
 from __future__ import annotations

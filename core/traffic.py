@@ -176,14 +176,13 @@ def replay(
     flushes, geometry = cycle.flush_share, layout.geometry
     folds_read = flushes * flush_read_bytes(geometry, precision) if precision.folds_first else 0
     record = sum(_record_bytes(field, layout.geometry, accounting) for field in layout.fields)
+    appended = draft * layout.record_bytes + flushes * layout.norm_bytes
     io = token_bytes(layout.geometry, layout.activation_dtype)
     return StepTraffic(
         state_read=read_bytes(geometry, precision) + folds_read,
         state_write=flushes * copies_bytes(geometry, precision),
         ring_read=cycle.records * record + layout.norm_bytes,
-        ring_write=draft * layout.record_bytes + flushes * layout.norm_bytes
-        if accounting.record_write
-        else 0,
+        ring_write=appended if accounting.record_write else 0,
         token_io=draft * io if accounting.token_io else 0,
     )
 

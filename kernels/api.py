@@ -239,7 +239,8 @@ def gdn_step(
     return resolve(backend, q.device, call).gdn_step(
         state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, _scale(scale, state), use_qk_l2norm, window=window, index=index,
-        rand_seed=rand_seed, layer=layer, **_given(read_state=read_state, beta_cache=beta_cache, skipping=skipping),
+        rand_seed=rand_seed, layer=layer,
+        **_given(read_state=read_state, beta_cache=beta_cache, skipping=skipping),
     )  # fmt: skip
 
 

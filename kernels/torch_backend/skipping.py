@@ -15,7 +15,7 @@ from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
 def row_norms(S: torch.Tensor) -> torch.Tensor:
-    """Largest norm of a row in each block of states `[B, HV, V, K]`, `[B, HV, blocks(V)]`; of NaN infinite."""
+    """Largest row norms of states `[B, HV, V, K]` by blocks, `[B, HV, blocks(V)]`; NaN is infinite."""
     norms = S.norm(dim=-1).nan_to_num(nan=float("inf"), posinf=float("inf"))
     missing = blocks(S.shape[2]) * BLOCK - S.shape[2]
     return F.pad(norms, (0, missing)).unflatten(-1, (-1, BLOCK)).amax(-1)
