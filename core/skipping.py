@@ -54,6 +54,10 @@ class Skipping:
         """One of several layers."""
         return Skipping(self.tolerance, self.norms[number])
 
+    def select(self, rings: torch.Tensor) -> Skipping:
+        """Those of `rings` (`[B]` int64), copied."""
+        return Skipping(self.tolerance, self.norms[rings])
+
     def forget(self, rings: torch.Tensor) -> None:
         """The checkpoints of `rings` (int) are no longer those that were measured.
 
