@@ -29,6 +29,10 @@ struct Params {
     float* beta;  // recorded where there is a read copy
     i64 s_scales, s_heads, s_beta, h_beta;
     int heads;
+#if SKIPS
+    float tolerance;
+    float* norms;  // of checkpoints, [rings, heads, units of 16 value rows]
+#endif
 };
 
 // ---- numbers ----
