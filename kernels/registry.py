@@ -232,8 +232,8 @@ def _lacks_skipping(module: ModuleType, skips: bool) -> str | None:
     if not skips or getattr(module, "SERVES_SKIPPING", False):
         return None
     return (
-        "it keeps no norms of checkpoints, which skip_tolerance needs; use another backend or 'auto', or leave "
-        "skip_tolerance out"
+        "it keeps no norms of checkpoints, which skip_tolerance needs; use another backend or 'auto', or "
+        "leave skip_tolerance out"
     )
 
 

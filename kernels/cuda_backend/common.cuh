@@ -29,10 +29,8 @@ struct Params {
     float* beta;  // recorded where there is a read copy
     i64 s_scales, s_heads, s_beta, h_beta;
     int heads;
-#if SKIPS
     float tolerance;
-    float* norms;  // of checkpoints, [rings, heads, units of 16 value rows]
-#endif
+    float* norms;  // of checkpoints, where they may be left unread, [rings, heads, units of 16 value rows]
 };
 
 // ---- numbers ----
