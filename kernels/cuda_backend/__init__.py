@@ -5,6 +5,7 @@ It serves what the models that people run ask for, and refuses the rest: bf16 ac
 and `small.cu` how steps of few heads do. Where states are packed or split a row brings at most half as many
 tokens, and a step is two launches a layer, `fold.cu` and `read.cu` or `read_blocks.cu`; otherwise it is one.
 Of slot operations it has those of two copies: `renew`, and `materialize` of what is whole.
+With norms of checkpoints it serves fp32 states, by `step.cu` in batches of any size.
 A step neither allocates nor synchronises as long as inputs are dense over heads and channels and begin on
 vector boundaries; inputs that do not are copied first.
 """
