@@ -32,9 +32,8 @@ def by_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def layer_of(rule: str, tolerance: float) -> LayerBuffers:
     """Two programs a head; the second has an empty unit, and one that is half empty."""
     geo = geometry(rule, HV=2, H=1, V=104, K=128)
-    return make_layer(
-        geo, slots=3, window=3, max_draft=3, act=torch.bfloat16, skip_tolerance=tolerance
-    )  # fmt: skip
+    options = {"act": torch.bfloat16, "skip_tolerance": tolerance}
+    return make_layer(geo, slots=3, window=4, max_draft=3, **options)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -45,20 +44,25 @@ def test_units_are_left_unread(rule: str, tokens: int) -> None:
     assert layer.skipping is not None
     walk = Walk.of(layer)
     walk.hand_out(2)
-    for width, accepted in ((1, 1), (1, 1), (1, 1), (tokens, 0)):
+    for width, accepted in ((1, 1), (1, 1), (1, 1), (1, 1), (tokens, 0)):
         walk.step([2], [width], [accepted])
     walk.check()
     norms = layer.skipping.norms
     torch.testing.assert_close(norms[2], row_norms(layer.state)[2], rtol=1e-5, atol=0)
     assert norms[:2].isinf().all()
-    inputs = draw(layer, 1, tokens, walk.generator)
-    name = "dt" if layer.A is not None else "g"
-    inputs[name] = torch.full_like(inputs[name], 60.0 if name == "dt" else -30.0)
-    expected = run_step(layer, walk.cache, inputs, StepIndex(ints([2])), backend="torch", skipping=None)
     late = [*range(32, 64), *range(96, 104)]
-    layer.state[2, :, late] = NAN
-    out = run_step(layer, walk.cache, inputs, StepIndex(ints([2])))
-    torch.testing.assert_close(out, expected, rtol=0.05, atol=1e-2)
+    # A step that forgets, whose first record then makes the next step's checkpoint negligible too.
+    for decay in (30.0, 0.01):
+        inputs = draw(layer, 1, tokens, walk.generator)
+        name = "g" if layer.A is None else "dt"
+        inputs[name] = torch.full_like(inputs[name], -decay if layer.A is None else 2 * decay)
+        layer.state.nan_to_num_(nan=0.1)
+        expected = run_step(layer, walk.cache, inputs, StepIndex(ints([2])), backend="torch", skipping=None)
+        layer.state[2, :, late] = NAN
+        out = run_step(layer, walk.cache, inputs, StepIndex(ints([2])))
+        torch.testing.assert_close(out, expected, rtol=0.05, atol=1e-2)
+        walk.cache.commit(ints([2]), ints([tokens]), ints([1]))
+    walk.cache.rollback(ints([2]), ints([1]))
     norms[2, 1] = float("inf")
     out = run_step(layer, walk.cache, inputs, StepIndex(ints([2])))
     assert out[:, :, 0].isfinite().all()
