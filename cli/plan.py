@@ -45,6 +45,7 @@ class Workload:
         context: tokens of KV cache per sequence.
         precision: storage of the state.
         slots: slots of the state pool that an engine keeps for each sequence, for its prefix cache too.
+        skip_tolerance: of `ReplayConfig`; its norms take memory, and no read is foreseen to be left out.
     """
 
     batch: int
@@ -55,6 +56,7 @@ class Workload:
     context: int
     precision: Precision
     slots: int = 1
+    skip_tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,9 @@ def plan(
         config = ReplayConfig.load(window=window, max_draft=draft, precision=precision)
         found = load_model_config(model)
         accepted = float(draft) if accept is None else accept
-        load = Workload(batch, config.window, draft, accepted, tp, context, config.precision, slots)
+        load = Workload(
+            batch, config.window, draft, accepted, tp, context, config.precision, slots, config.skip_tolerance
+        )
         result = make_plan(found, load)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -207,7 +211,8 @@ def plan(
 
 
 def _layout(geometry: LayerGeometry, load: Workload, window: int) -> RingLayout:
-    return RingLayout(geometry, window, load.draft, ACTIVATIONS, split=load.precision.split)
+    split, tolerance = load.precision.split, load.skip_tolerance
+    return RingLayout(geometry, window, load.draft, ACTIVATIONS, split=split, skip_tolerance=tolerance)
 
 
 def _step(

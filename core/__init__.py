@@ -7,6 +7,7 @@ from replayssm.core.geometry import LayerGeometry, Rule
 from replayssm.core.layout import RingField, RingLayout
 from replayssm.core.policy import capacity, must_flush, steps_per_flush
 from replayssm.core.precision import Precision, Rounding
+from replayssm.core.skipping import Skipping
 
 __all__ = [
     "ConvWindow",
@@ -19,6 +20,7 @@ __all__ = [
     "RingLayout",
     "Rounding",
     "Rule",
+    "Skipping",
     "capacity",
     "must_flush",
     "steps_per_flush",

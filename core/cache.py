@@ -18,6 +18,7 @@ from replayssm.core.geometry import Rule
 from replayssm.core.layout import RingLayout
 from replayssm.core.precision import Precision, Rounding
 from replayssm.core.rows import write_rows
+from replayssm.core.skipping import Skipping
 
 
 class Materialize(Protocol):
@@ -53,6 +54,7 @@ class LayerBuffers:
         A: `[HV]` fp32, Mamba-2's decay rates; `None` for the other rules.
         read_state: as `state`, the copy that steps read where the layout is split, else `None`.
         rounding: how `state` is rounded.
+        skipping: the norms, where the layout has a tolerance, else `None`.
     """
 
     layout: RingLayout
@@ -61,6 +63,7 @@ class LayerBuffers:
     A: torch.Tensor | None = None
     read_state: StateCopy | None = None
     rounding: Rounding = Rounding.NEAREST
+    skipping: Skipping | None = None
 
     def __post_init__(self) -> None:
         expected = self.layout.geometry.state_shape
@@ -76,6 +79,11 @@ class LayerBuffers:
         if self.read_state is not None and self.read_state.shape != self.state.shape:
             raise ValueError(
                 f"read_state: expected {list(self.state.shape)}, got {list(self.read_state.shape)}"
+            )
+        if (self.layout.skip_tolerance > 0) != (self.skipping is not None):
+            raise ValueError(
+                "norms go with a layout that has a skip tolerance and only with one: tolerance "
+                f"{self.layout.skip_tolerance}, skipping {'missing' if self.skipping is None else 'given'}"
             )
         self.layout.check(self.rings, self.state.shape[0])
         if (self.A is not None) != (self.layout.geometry.rule is Rule.MAMBA2):
@@ -103,7 +111,8 @@ class LayerBuffers:
         state = allocate_states(precision.recurrence, shape, device)
         read_state = allocate_states(precision.read, shape, device) if precision.split else None
         rings = layout.allocate(slots, device)
-        return cls(layout, state, rings, A, read_state, precision.rounding)
+        skipping = layout.allocate_norms(slots, device)
+        return cls(layout, state, rings, A, read_state, precision.rounding, skipping)
 
     @property
     def copies(self) -> tuple[StateCopy, ...]:
@@ -169,19 +178,29 @@ class ReplayCache:
                 pool = tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8)
                 zeros = torch.zeros_like(pool[:1]).expand(len(slots), *pool.shape[1:])
                 write_rows(pool, slots, zeros, slots >= 0)
-        self.cursors.anchor(slots)
+        self._empty(slots)
 
     def adopt(self, slots: torch.Tensor) -> None:
         """The engine has written the states of `slots` (prefill, load): they are the checkpoints now.
 
         Their read copies are made anew.
         """
-        self.cursors.anchor(slots)
+        self._empty(slots)
         self._fold([layer for layer in self.layers if layer.layout.split], slots, slots * 0, slots)
 
     def evict(self, slots: torch.Tensor) -> None:
         """Take slots back; their history is forgotten, their states are left as they are."""
+        self._empty(slots)
+
+    def _empty(self, slots: torch.Tensor) -> None:
+        """Nothing is known of the states that `slots` go on from."""
         self.cursors.anchor(slots)
+        self._forget(slots)
+
+    def _forget(self, slots: torch.Tensor) -> None:
+        for layer in self.layers:
+            if layer.skipping is not None:
+                layer.skipping.forget(slots)
 
     def commit(self, slots: torch.Tensor, draft: torch.Tensor, accepted: torch.Tensor) -> None:
         """End a step, see `Cursors.commit`."""
@@ -202,6 +221,7 @@ class ReplayCache:
         own, pad = source == target, source < 0
         self.cursors.advance(torch.where(own, target, -1), count)
         self.cursors.anchor(torch.where(own | pad, -1, target))
+        self._forget(target)
 
     def _fold(
         self, layers: Sequence[LayerBuffers], source: torch.Tensor, count: torch.Tensor, target: torch.Tensor
@@ -279,5 +299,5 @@ class ReplayCache:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of all rings."""
+        """Bytes of all rings and norms."""
         return sum(layer.layout.bytes_per_slot for layer in self.layers) * self.slots

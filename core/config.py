@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from replayssm.core.formats import FORMATS
 from replayssm.core.policy import capacity
 from replayssm.core.precision import Precision
+from replayssm.core.skipping import check_tolerance
 
 ENV_PREFIX = "REPLAYSSM_"
 ENV_PATH = "REPLAYSSM_CONFIG"
@@ -99,6 +100,20 @@ def _refuse_bool(value: object) -> object:
 Count = Annotated[int, BeforeValidator(_refuse_bool)]
 
 
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+def _tolerance(value: float) -> float:
+    check_tolerance(value)
+    return value
+
+
+Tolerance = Annotated[float, BeforeValidator(_number), AfterValidator(_tolerance)]
+
+
 class ReplayConfig(BaseModel):
     """Settings of replay decoding; immutable.
 
@@ -110,6 +125,8 @@ class ReplayConfig(BaseModel):
             short form, see `Precision.parse`; a format name stands for one copy in that format.
         backend: kernels to use, `torch`, `triton`, `cuda` or `flashinfer`; `auto` takes the fastest that
             works here.
+        skip_tolerance: steps leave out reads of checkpoint rows that decay has made no larger than this, see
+            `replayssm.core.skipping`; 0: none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -118,6 +135,7 @@ class ReplayConfig(BaseModel):
     max_draft: Count | None = None
     precision: Annotated[Precision, BeforeValidator(parse_precision)] = Precision()
     backend: Literal["auto", "torch", "triton", "cuda", "flashinfer"] = "auto"
+    skip_tolerance: Tolerance = 0.0
 
     def __init__(self, **settings: Any) -> None:
         """Check the settings.
@@ -156,7 +174,8 @@ class ReplayConfig(BaseModel):
         Args:
             path: YAML file; when `None`, the one that `REPLAYSSM_CONFIG` names, if any.
             env: environment to read `REPLAYSSM_WINDOW`, `REPLAYSSM_MAX_DRAFT`, `REPLAYSSM_PRECISION`,
-                `REPLAYSSM_BACKEND` and `REPLAYSSM_CONFIG` from; an empty variable counts as not set.
+                `REPLAYSSM_BACKEND`, `REPLAYSSM_SKIP_TOLERANCE` and `REPLAYSSM_CONFIG` from; an empty variable
+                counts as not set.
             **overrides: settings by name; `None` counts as not given.
 
         Raises:

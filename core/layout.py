@@ -12,6 +12,7 @@ import torch
 
 from replayssm.core.geometry import LayerGeometry, Rule
 from replayssm.core.policy import capacity
+from replayssm.core.skipping import Skipping, blocks, check_tolerance
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class RingLayout:
             arrive in, so recording them loses nothing; gates, log-decays and the delta rules' `u` are
             always fp32.
         split: whether steps read another copy of the state than flushes start from.
+        skip_tolerance: what a step may leave out of its reads, see `skipping`; 0: nothing, and no norms.
     """
 
     geometry: LayerGeometry
@@ -62,8 +64,10 @@ class RingLayout:
     activation_dtype: torch.dtype = torch.bfloat16
     max_path: int | None = None
     split: bool = False
+    skip_tolerance: float = 0.0
 
     def __post_init__(self) -> None:
+        check_tolerance(self.skip_tolerance)
         capacity(self.window, self.max_draft, self.max_path)
 
     @property
@@ -103,8 +107,14 @@ class RingLayout:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one sequence's ring in this layer."""
-        return self.rows * self.record_bytes
+        """Bytes of one sequence's ring in this layer, and of its norms."""
+        return self.rows * self.record_bytes + self.norm_bytes
+
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes of the norms of one sequence's checkpoint; a step reads them."""
+        norms = self.geometry.value_heads * blocks(self.geometry.value_dim)
+        return norms * torch.float32.itemsize if self.skip_tolerance else 0
 
     def allocate(self, slots: int, device: torch.device | str) -> dict[str, torch.Tensor]:
         """The ring's tensors for `slots` sequences, zeros: FlashInfer's kernel does not mask dead rows."""
@@ -112,6 +122,16 @@ class RingLayout:
             field.name: torch.zeros(field.shape(slots, self.rows), dtype=field.dtype, device=device)
             for field in self.fields
         }
+
+    def allocate_norms(
+        self, slots: int, device: torch.device | str, layers: int | None = None
+    ) -> Skipping | None:
+        """Norms for `slots` sequences, of one layer or of several; `None` without a tolerance."""
+        if not self.skip_tolerance:
+            return None
+        shape = (slots, self.geometry.value_heads, blocks(self.geometry.value_dim))
+        several = () if layers is None else (layers,)
+        return Skipping(self.skip_tolerance, torch.full((*several, *shape), float("inf"), device=device))
 
     def check(self, rings: dict[str, torch.Tensor], slots: int) -> None:
         """Check ring tensors that an engine brings; any strides are accepted as long as `dim` is dense.

@@ -59,8 +59,8 @@ class StepTraffic:
     Attributes:
         state_read: the state, read.
         state_write: the state, written back; also the snapshots of conventional verification.
-        ring_read: live records, read.
-        ring_write: the step's records, appended.
+        ring_read: live records, and norms of the checkpoint, read.
+        ring_write: the step's records, appended, and norms after a flush.
         token_io: the step's inputs and outputs.
     """
 
@@ -158,6 +158,7 @@ def replay(
 
     Of two copies a step reads the read copy; a flush goes on from the recurrence copy and writes both. Where
     it folds first, its step reads what it wrote. Only live records are read, whether a step flushes or not.
+    Reads that norms allow to leave out are not foreseen.
 
     Args:
         layout: the ring.
@@ -175,12 +176,13 @@ def replay(
     flushes, geometry = cycle.flush_share, layout.geometry
     folds_read = flushes * flush_read_bytes(geometry, precision) if precision.folds_first else 0
     record = sum(_record_bytes(field, layout.geometry, accounting) for field in layout.fields)
+    appended = draft * layout.record_bytes + flushes * layout.norm_bytes
     io = token_bytes(layout.geometry, layout.activation_dtype)
     return StepTraffic(
         state_read=read_bytes(geometry, precision) + folds_read,
         state_write=flushes * copies_bytes(geometry, precision),
-        ring_read=cycle.records * record,
-        ring_write=draft * layout.record_bytes if accounting.record_write else 0,
+        ring_read=cycle.records * record + layout.norm_bytes,
+        ring_write=appended if accounting.record_write else 0,
         token_io=draft * io if accounting.token_io else 0,
     )
 

@@ -15,6 +15,7 @@ import torch
 
 from replayssm.core.formats import PackedState, StateCopy, state_tensors
 from replayssm.core.geometry import Rule
+from replayssm.core.skipping import Skipping
 from replayssm.kernels import torch_backend
 from replayssm.kernels.checks import (
     check_commit,
@@ -22,6 +23,7 @@ from replayssm.kernels.checks import (
     check_indices,
     check_read_state,
     check_seed,
+    check_skipping,
     check_state,
     check_step,
     copies_of,
@@ -58,6 +60,7 @@ def mamba2_step(
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
     read_state: StateCopy | None = None,
+    skipping: Skipping | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """One decode or verification step of a Mamba-2 layer.
@@ -95,6 +98,8 @@ def mamba2_step(
             it and never from `state`. Rows that must flush fold into both first, and go on from the renewed
             copy. It holds `state` rounded to nearest; whoever else writes `state` renews it
             (`store_states`, or `materialize` of no records in place). Mutated.
+        skipping: norms of the checkpoints and the tolerance below which a step leaves them unread, see
+            `replayssm.core.skipping`; a fold in the step writes the norms. Mutated.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -125,6 +130,7 @@ def mamba2_step(
         state, read_state, ring_start, hist_len, lead, out, x.shape, window, R, x_cache.shape[0], index
     )
     check_seed(rand_seed, state)
+    check_skipping(skipping, x_cache.shape[0], H, P)
     batch, tokens = index.rows_and_tokens((lead[0], lead[1]))
     call = StepCall(
         Rule.MAMBA2, H, G, P, N, R, window, tokens, index.parents is not None, index.cu_seqlens is not None,
@@ -133,12 +139,12 @@ def mamba2_step(
         _dense((state, read_state), (x_cache, B_cache), (dt_cache,), out, index, ring_start, hist_len, A, D,
                dt_bias),
         all(map(is_aligned, (*_pools(state, read_state), x_cache, B_cache, out))), rand_seed is not None,
-        copies=copies_of(state, read_state),
+        copies=copies_of(state, read_state), skips=skipping is not None,
     )  # fmt: skip
     return resolve(backend, x.device, call).mamba2_step(
         state, x_cache, B_cache, dt_cache, ring_start, hist_len, x, dt, A, B, C, out, D, z, dt_bias,
         dt_softplus, window=window, index=index, rand_seed=rand_seed, layer=layer,
-        **_given(read_state=read_state),
+        **_given(read_state=read_state, skipping=skipping),
     )  # fmt: skip
 
 
@@ -167,6 +173,7 @@ def gdn_step(
     layer: int = 0,
     read_state: StateCopy | None = None,
     beta_cache: torch.Tensor | None = None,
+    skipping: Skipping | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """One decode or verification step of a Gated DeltaNet layer.
@@ -205,6 +212,8 @@ def gdn_step(
             (`store_states`, or `materialize` of no records in place). Mutated.
         beta_cache: `[rings, HV, R]` fp32, with `read_state` only: recorded `beta`; zero where `materialize`
             has replaced `u`. Mutated. See `replayssm.kernels.torch_backend.delta`.
+        skipping: norms of the checkpoints and the tolerance below which a step leaves them unread, see
+            `replayssm.core.skipping`; a fold in the step writes the norms. Mutated.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -216,7 +225,7 @@ def gdn_step(
     """
     _check_delta(
         state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
-        out, A_log, dt_bias, window, index, rand_seed, read_state, beta_cache, per_channel=False,
+        out, A_log, dt_bias, window, index, rand_seed, read_state, beta_cache, skipping, per_channel=False,
     )  # fmt: skip
     expect("dt_bias", dt_bias, (state.shape[1],))
     call = _delta_call(
@@ -225,11 +234,13 @@ def gdn_step(
         _dense((state, read_state), (u_cache, k_cache), (g_cache,), out, index, ring_start, hist_len,
                A_log, dt_bias),
         all(map(is_aligned, (*_pools(state, read_state), u_cache, k_cache, out))), rand_seed is not None,
+        skipping is not None,
     )  # fmt: skip
     return resolve(backend, q.device, call).gdn_step(
         state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, _scale(scale, state), use_qk_l2norm, window=window, index=index,
-        rand_seed=rand_seed, layer=layer, **_given(read_state=read_state, beta_cache=beta_cache),
+        rand_seed=rand_seed, layer=layer,
+        **_given(read_state=read_state, beta_cache=beta_cache, skipping=skipping),
     )  # fmt: skip
 
 
@@ -259,6 +270,7 @@ def kda_step(
     layer: int = 0,
     read_state: StateCopy | None = None,
     beta_cache: torch.Tensor | None = None,
+    skipping: Skipping | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """One decode or verification step of a Kimi Delta Attention layer.
@@ -296,6 +308,8 @@ def kda_step(
             (`store_states`, or `materialize` of no records in place). Mutated.
         beta_cache: `[rings, HV, R]` fp32, with `read_state` only: recorded `beta`; zero where `materialize`
             has replaced `u`. Mutated. See `replayssm.kernels.torch_backend.delta`.
+        skipping: norms of the checkpoints and the tolerance below which a step leaves them unread, see
+            `replayssm.core.skipping`; a fold in the step writes the norms. Mutated.
         backend: `"auto"`, `"torch"`, `"triton"`, `"cuda"` or `"flashinfer"`.
 
     Returns:
@@ -307,7 +321,7 @@ def kda_step(
     """
     _check_delta(
         state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
-        out, A_log, dt_bias, window, index, rand_seed, read_state, beta_cache, per_channel=True,
+        out, A_log, dt_bias, window, index, rand_seed, read_state, beta_cache, skipping, per_channel=True,
     )  # fmt: skip
     HV, _, K = state.shape[1:]
     if dt_bias is not None and tuple(dt_bias.shape) not in ((HV, K), (HV * K,)):
@@ -323,13 +337,13 @@ def kda_step(
         _dense((state, read_state), (u_cache, k_cache, g_cache), (), out, index, ring_start, hist_len,
                A_log, dt_bias),
         all(map(is_aligned, (*_pools(state, read_state), u_cache, k_cache, g_cache, out))),
-        rand_seed is not None,
+        rand_seed is not None, skipping is not None,
     )  # fmt: skip
     return resolve(backend, q.device, call).kda_step(
         state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta,
         out, A_log, dt_bias, lower_bound, _scale(scale, state), use_qk_l2norm,
         window=window, index=index, rand_seed=rand_seed, layer=layer,
-        **_given(read_state=read_state, beta_cache=beta_cache),
+        **_given(read_state=read_state, beta_cache=beta_cache, skipping=skipping),
     )  # fmt: skip
 
 
@@ -358,7 +372,8 @@ def materialize(
 
     Exact, as a flush. `source == target` folds in place; the caller then advances the cursors
     (`Cursors.advance`). Rows with a negative slot are skipped. A target must not be another row's
-    source. One launch on a GPU for all layers of equal shapes, strides and dtypes. Lists of buffers cost
+    source. Norms of a ring whose checkpoint it writes are the caller's to forget (`Skipping.forget`). One
+    launch on a GPU for all layers of equal shapes, strides and dtypes. Lists of buffers cost
     a copy of their addresses to the device at each call; a `LayerTable` costs it once, and a call with one
     can be captured in a CUDA graph.
 
@@ -670,6 +685,7 @@ def _delta_call(
     dense: bool,
     aligned: bool,
     stochastic: bool,
+    skips: bool,
 ) -> StepCall:
     HV, V, K = state.shape[1:]
     H, R = k_cache.shape[1:3]
@@ -678,7 +694,7 @@ def _delta_call(
         rule, HV, H, V, K, R, window, tokens, index.parents is not None, index.cu_seqlens is not None,
         index.draft_lens is not None, raw_gates, lower_bound, False, state.dtype,
         _common_dtype(q, k, v, out), batch, dense, aligned, stochastic, use_qk_l2norm,
-        copies_of(state, read_state),
+        copies_of(state, read_state), skips,
     )  # fmt: skip
 
 
@@ -702,6 +718,7 @@ def _check_delta(
     rand_seed: torch.Tensor | None,
     read_state: StateCopy | None,
     beta_cache: torch.Tensor | None,
+    skipping: Skipping | None,
     *,
     per_channel: bool,
 ) -> None:
@@ -731,3 +748,4 @@ def _check_delta(
     expect("beta_cache", beta_cache, (rings, HV, R), torch.float32)
     check_step(state, read_state, ring_start, hist_len, lead, out, v.shape, window, R, rings, index)
     check_seed(rand_seed, state)
+    check_skipping(skipping, rings, HV, V)

@@ -6,6 +6,7 @@ import torch
 
 from replayssm.core.formats import FORMATS, PackedState, StateCopy, state_format
 from replayssm.core.precision import STOCHASTIC_FORMATS
+from replayssm.core.skipping import Skipping, blocks
 from replayssm.kernels.step_index import StepIndex
 
 ACTIVATIONS = tuple(FORMATS.values())
@@ -159,6 +160,19 @@ def check_seed(rand_seed: torch.Tensor | None, state: StateCopy) -> None:
             f"rand_seed: expected [1] torch.int64 on {state.device}, got {list(rand_seed.shape)} "
             f"{rand_seed.dtype} on {rand_seed.device}"
         )
+
+
+def check_skipping(skipping: Skipping | None, rings: int, heads: int, value_dim: int) -> None:
+    """Norms are there for every ring, dense.
+
+    Raises:
+        ValueError: as `expect`.
+    """
+    if skipping is None:
+        return
+    expect("skipping.norms", skipping.norms, (rings, heads, blocks(value_dim)), torch.float32)
+    if not skipping.norms.is_contiguous():
+        raise ValueError(f"skipping.norms: expected a dense tensor, got strides {skipping.norms.stride()}")
 
 
 def check_indices(**indices: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 A backend is a module with the step functions, `unavailable(device_type)` and `refuses(call)`. It may also
 have the slot operations `materialize`, `compact` and `commit`. One that serves packed states and read copies
-has `SERVES_COPIES = True`; the others never see them.
+has `SERVES_COPIES = True`; the others never see them. So it is with `SERVES_SKIPPING` and norms.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class StepCall:
         use_qk_l2norm: the step normalises `q` and `k`; false for Mamba-2.
         copies: the formats, `"READ/RECURRENCE"` or one, where states are packed or steps read a copy of their
             own; `None` for one plain copy.
+        skips: checkpoints that norms allow to leave unread are left unread.
     """
 
     rule: Rule
@@ -92,6 +93,7 @@ class StepCall:
     stochastic: bool = False
     use_qk_l2norm: bool = False
     copies: str | None = None
+    skips: bool = False
 
     @classmethod
     def of_decoding(cls, layout: RingLayout, precision: Precision) -> StepCall:
@@ -108,6 +110,7 @@ class StepCall:
             state_dtype=FORMATS[precision.recurrence], activation_dtype=layout.activation_dtype, batch=1,
             stochastic=precision.rounding is Rounding.STOCHASTIC, use_qk_l2norm=g.rule is not Rule.MAMBA2,
             copies=f"{precision.read}/{precision.recurrence}" if precision.split else None,
+            skips=layout.skip_tolerance > 0,
         )  # fmt: skip
 
 
@@ -211,7 +214,9 @@ def _serves(name: str, device_type: str, call: StepCall | None) -> tuple[ModuleT
     module = import_module(BACKENDS[name])
     reason: str | None = module.unavailable(device_type)
     if reason is None and call is not None:
-        reason = _lacks_copies(module, call.copies) or module.refuses(call)
+        reason = (
+            _lacks_copies(module, call.copies) or _lacks_skipping(module, call.skips) or module.refuses(call)
+        )
     return (module, None) if reason is None else (None, reason)
 
 
@@ -220,6 +225,16 @@ def _lacks_copies(module: ModuleType, copies: str | None) -> str | None:
     if copies is None or getattr(module, "SERVES_COPIES", False):
         return None
     return f"it has no kernels for {copies} states yet; use backend='torch' or 'auto'"
+
+
+def _lacks_skipping(module: ModuleType, skips: bool) -> str | None:
+    """Why a backend does not leave checkpoints unread; `None` when it does, or need not."""
+    if not skips or getattr(module, "SERVES_SKIPPING", False):
+        return None
+    return (
+        "it keeps no norms of checkpoints, which skip_tolerance needs; use another backend or 'auto', or "
+        "leave skip_tolerance out"
+    )
 
 
 _said: set[tuple[str, str, Rule | None]] = set()

@@ -118,10 +118,11 @@ def make_layer(
     act: torch.dtype = torch.float32,
     state: torch.dtype = torch.float32,
     precision: str | None = None,
+    skip_tolerance: float = 0.0,
 ) -> LayerBuffers:
     """A poisoned layer, stored in `precision`, or in one copy of `state`; `A` has fast and slow heads."""
     stored = Precision.parse(parse_format(state) if precision is None else precision)
-    layout = RingLayout(geo, window, max_draft, act, max_path, stored.split)
+    layout = RingLayout(geo, window, max_draft, act, max_path, stored.split, skip_tolerance)
     A = -torch.linspace(0.2, 2.0, geo.value_heads) if geo.rule == "mamba2" else None
     return poisoned(LayerBuffers.allocate(layout, slots, stored, "cpu", A))
 
@@ -175,7 +176,8 @@ def run_step(
     if layer.A is not None:
         options = {"A": layer.A, "D": skip_weight(layer), **options}
     seed = cache.seed if layer.rounding is Rounding.STOCHASTIC else None
-    options = {"read_state": layer.read_state, "rand_seed": seed, **options}
+    stored = {"read_state": layer.read_state, "skipping": layer.skipping}
+    options = {**stored, "rand_seed": seed, **options}
     given = torch.full_like(value, NAN) if out is None else out.fill_(NAN)
     returned = STEP[layer.layout.geometry.rule](
         state=layer.state,
@@ -241,9 +243,11 @@ class Bound:
     query: float = 0.0
     output: float = 0.0
     flushes: int = 0
+    tokens: int = 0
 
     def see(self, S: torch.Tensor, token: dict[str, torch.Tensor], y: torch.Tensor) -> None:
         geo = self.layer.layout.geometry
+        self.tokens += 1
         self.row_norm = max(self.row_norm, S.norm(dim=-1).max().item())
         self.output = max(self.output, y.abs().max().item())
         if geo.rule == "mamba2":
@@ -272,15 +276,22 @@ class Bound:
         return rounding_error(self.layer.read_state) * (self.row_norm + self._stored)
 
     @property
+    def _left_out(self) -> float:
+        """Error of a state's row from what a delta rule's steps left unread: a tolerance for each token."""
+        layout = self.layer.layout
+        return 0.0 if layout.geometry.rule == "mamba2" else layout.skip_tolerance * self.tokens
+
+    @property
     def state(self) -> float:
-        return self._terms * EPS * max(self.row_norm, self.value) + self._stored
+        return self._terms * EPS * max(self.row_norm, self.value) + self._stored + self._left_out
 
     @property
     def out(self) -> float:
         products = self.query * max(self.row_norm, self.value)
         act = self.layer.layout.activation_dtype
         low = 0.0 if act is torch.float32 else unit_roundoff(act) * self.output
-        return self._terms * EPS * products + self.query * (self._stored + self._read) + low
+        left_out = self.layer.layout.skip_tolerance + 2 * self.query * self._left_out
+        return self._terms * EPS * products + self.query * (self._stored + self._read) + left_out + low
 
 
 @dataclass

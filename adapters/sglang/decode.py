@@ -111,6 +111,7 @@ def _delta_step(
     arguments: dict[str, Any] = {
         "state": pool.states[layer],
         "read_state": pool.read_state(layer),
+        "skipping": pool.norms(layer),
         **pool.rings[layer],
         "ring_start": cursors.start,
         "hist_len": cursors.history,
@@ -177,9 +178,10 @@ def mamba2(
     def tokens(values: torch.Tensor) -> torch.Tensor:
         return values if x.dim() == 4 else values.unsqueeze(1)
 
+    records: dict[str, Any] = pool.rings[layer]
     kernels.mamba2_step(
         pool.states[layer],
-        **pool.rings[layer],
+        **records,
         ring_start=cursors.start,
         hist_len=cursors.history,
         x=tokens(x),
@@ -197,5 +199,6 @@ def mamba2(
         rand_seed=pool.seed,
         layer=layer,
         read_state=pool.read_state(layer),
+        skipping=pool.norms(layer),
         backend=pool.backend,
     )

@@ -74,6 +74,7 @@ def report_settings(original: Original, self: Any) -> Any:
             "backend": settings.backend,
             "precision": settings.precision,
             "speculation": settings.speculation,
+            "skip_tolerance": settings.skip_tolerance,
         }
     return result
 
@@ -196,7 +197,8 @@ def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
     states = mamba_pool.mamba_cache.temporal
     if states.dtype is not storage.dtype:
         raise Incompatible(f"expected SGLang's states in {storage.dtype}, as asked, got {states.dtype}")
-    call = None if storage.precision.plain else StepCall.of_decoding(storage.layout, storage.precision)
+    plain = storage.precision.plain and not settings.skip_tolerance
+    call = None if plain else StepCall.of_decoding(storage.layout, storage.precision)
     backend = resolve_backend(settings.backend, states.device, call).__name__.rsplit(".", 1)[-1]
     rates = _rates(model_runner.model, len(states)) if rule is Rule.MAMBA2 else None
     with mamba_pool.memory_saver_adapter.region(_memory_type()):
@@ -213,6 +215,8 @@ def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
         # SGLang's sign that a ring exists, at which it leaves its fused KDA step alone.
         mamba_pool.mamba_cache = replace(mamba_pool.mamba_cache, replayssm_d=pool.stacked["u_cache"])
     drafts = f"drafts of up to {settings.max_draft} tokens" if settings.speculation else "no drafts"
+    if settings.skip_tolerance:
+        drafts += f", reads under {settings.skip_tolerance:g} left out"
     logger.info(
         "replayssm: %d %s layers of SGLang %s; %s; window %d, %s; state %s; %s %.2f GB in %d slots",
         len(states), rule, installed_version(), backend, settings.window, drafts, storage.precision,

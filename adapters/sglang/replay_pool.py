@@ -18,6 +18,7 @@ from replayssm.core.cursors import Cursors
 from replayssm.core.formats import StateCopy, state_tensors
 from replayssm.core.geometry import Rule
 from replayssm.core.layout import RingLayout
+from replayssm.core.skipping import Skipping
 from replayssm.kernels import LayerTable, StepIndex
 
 PAD_SLOT = 0
@@ -49,6 +50,7 @@ class ReplayPool:
         stacked: the ring tensors of all layers by name, `[layers, slots, heads, R, ...]`.
         rings: per layer the ring tensors by name.
         cursors: start and history of each slot, shared by all layers.
+        skipping: norms of all layers' states, `None` without a tolerance.
         backend: kernel backend.
         drafts: tokens of each row in the last verification.
         accepted: what is being committed of it, where its drafter tells more than the last nodes.
@@ -88,6 +90,7 @@ class ReplayPool:
         self.layout, self.states, self.stacked, self.backend = layout, states, rings, backend
         self.rings = [{name: tensor[layer] for name, tensor in rings.items()} for layer in range(layers)]
         self.cursors = Cursors.allocate(slots, layout.window, layout.rows, states.device)
+        self.skipping = layout.allocate_norms(slots, states.device, layers)
         self.rates = None if rates is None else tuple(rates)
         self.read_states = None if read_states is None else tuple(read_states)
         self.seed = None if seed is None else torch.tensor([seed], device=states.device)
@@ -105,9 +108,10 @@ class ReplayPool:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all rings, cursors and read copies."""
+        """Bytes of all rings, cursors, norms and read copies."""
         copies = (tensor for copy in self.read_states or () for tensor in state_tensors(copy))
-        tensors = (*self.stacked.values(), self.cursors.start, self.cursors.history, *copies)
+        norms = () if self.skipping is None else (self.skipping.norms,)
+        tensors = (*self.stacked.values(), self.cursors.start, self.cursors.history, *norms, *copies)
         return sum(tensor.nbytes for tensor in tensors)
 
     def _layers(self) -> LayerTable:
@@ -121,6 +125,14 @@ class ReplayPool:
     def read_state(self, layer: int) -> StateCopy | None:
         """What steps of a layer read in place of its states."""
         return None if self.read_states is None else self.read_states[layer]
+
+    def norms(self, layer: int) -> Skipping | None:
+        """By which steps of a layer leave states unread."""
+        return None if self.skipping is None else self.skipping.layer(layer)
+
+    def _forget(self, slots: torch.Tensor) -> None:
+        if self.skipping is not None:
+            self.skipping.forget(slots)
 
     def index(self, slots: torch.Tensor, parents: torch.Tensor | None = None, layer: int = 0) -> StepIndex:
         """The rows of a step, for the kernels.
@@ -240,15 +252,18 @@ class ReplayPool:
             whole=True,
             backend=self.backend,
         )
+        self._forget(targets)
 
     def _empty(self, slots: torch.Tensor) -> None:
         """Whoever owns `slots` starts from their states; `PAD_SLOT` never has a history."""
         self.cursors.history.index_fill_(0, slots.reshape(-1).clamp(min=PAD_SLOT).long(), 0)
+        self._forget(slots)
 
     # States that others write, and slots that change hands.
 
     def renew(self, slots: torch.Tensor) -> None:
-        """Make the read copies of `slots` (`[B]` int) anew from their states, once these are all there."""
+        """The states of `slots` (`[B]` int) are all there: make their read copies anew."""
+        self._forget(slots)
         if self.read_states is not None:
             kernels.renew(self._table, torch.where(slots > PAD_SLOT, slots, -1), backend=self.backend)
 

@@ -74,6 +74,7 @@ class Settings:
         speculation: serve verification steps too.
         max_draft: the most tokens (tree nodes) of a request in one step.
         max_path: the most of them that one step may accept; `None`: all.
+        skip_tolerance: of `ReplayConfig`.
     """
 
     window: int
@@ -82,6 +83,7 @@ class Settings:
     speculation: bool = False
     max_draft: int = 1
     max_path: int | None = None
+    skip_tolerance: float = 0.0
 
     @property
     def ssm_dtype(self) -> str | None:
@@ -142,9 +144,10 @@ def settle(options: Options, cache_len: int, ssm_dtype: str | None) -> Settings:
         "precision": options.precision,
     }
     config = ReplayConfig.load(options.config, **overrides)
-    if "precision" not in config.model_fields_set:
-        return Settings(config.window, config.backend, None)
-    settings = Settings(config.window, config.backend, _served(config.precision))
+    precision = _served(config.precision) if "precision" in config.model_fields_set else None
+    settings = Settings(config.window, config.backend, precision, skip_tolerance=config.skip_tolerance)
+    if precision is None:
+        return settings
     if ssm_dtype not in (None, settings.ssm_dtype):
         raise ConfigError(
             f"--mamba-ssm-dtype {ssm_dtype} and the recurrence copy of replayssm's precision "

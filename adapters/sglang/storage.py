@@ -49,7 +49,7 @@ class Storage:
             precision = Precision.parse(settings.precision)
         layout = RingLayout(
             LayerGeometry(rule, HV, params.shape.num_k_heads_per_tp, V, K), settings.window,
-            settings.max_draft, activations, settings.max_path, precision.split,
+            settings.max_draft, activations, settings.max_path, precision.split, settings.skip_tolerance,
         )  # fmt: skip
         return cls(layout, precision)
 
@@ -65,7 +65,7 @@ class Storage:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of a slot's ring and read copy.
+        """Bytes of a slot's ring, norms and read copy.
 
         Raises:
             ValueError: the read copy's format does not fit the key dimension.

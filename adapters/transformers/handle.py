@@ -105,6 +105,7 @@ class Handle:
         return (
             f"{type(self.model).__name__}: {found}; {backend}; window {self.config.window}, drafts up "
             f"to {self.config.resolved_max_draft}; state {self.config.precision}"
+            + (f"; reads under {self.config.skip_tolerance:g} left out" if self.config.skip_tolerance else "")
         )
 
     def disable(self) -> None:

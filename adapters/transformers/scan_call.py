@@ -197,6 +197,7 @@ def _stored(cache: ReplayCache, number: int) -> dict[str, Any]:
     return {
         "state": layer.state,
         "read_state": layer.read_state,
+        "skipping": layer.skipping,
         "rand_seed": cache.seed if layer.rounding is Rounding.STOCHASTIC else None,
         "layer": number,
         **layer.rings,

@@ -416,8 +416,9 @@ class Session:
             tensor = call.activation
             precision = self.config.precision
             layout = RingLayout(
-                call.geometry, self.window, self._max_draft, tensor.dtype, split=precision.split
-            )
+                call.geometry, self.window, self._max_draft, tensor.dtype, split=precision.split,
+                skip_tolerance=self.config.skip_tolerance,
+            )  # fmt: skip
             buffers = LayerBuffers.allocate(layout, tensor.shape[0], precision, tensor.device, call.rates)
             self._replay_number[layer] = len(self._replay_number)
             self._calls[layer] = type(call)
@@ -442,6 +443,8 @@ class Session:
             rand_seed=self._replay.seed if buffers.rounding is Rounding.STOCHASTIC else None,
             layer=number,
         )
+        if buffers.skipping is not None:
+            buffers.skipping.forget(self._rows(states))
 
     def _new_replay(self, layers: list[LayerBuffers]) -> ReplayCache:
         return ReplayCache(layers, partial(kernels.materialize, backend=self.config.backend))
@@ -464,4 +467,6 @@ class _WithoutGradient(torch.autograd.Function):
 def _select(layer: LayerBuffers, index: torch.Tensor) -> LayerBuffers:
     rings = {name: ring[index] for name, ring in layer.rings.items()}
     read_state = None if layer.read_state is None else select_states(layer.read_state, index)
-    return replace(layer, state=select_states(layer.state, index), rings=rings, read_state=read_state)
+    skipping = None if layer.skipping is None else layer.skipping.select(index)
+    state = select_states(layer.state, index)
+    return replace(layer, state=state, rings=rings, read_state=read_state, skipping=skipping)

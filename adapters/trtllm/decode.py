@@ -9,6 +9,7 @@ import torch
 from replayssm import kernels
 from replayssm.adapters.trtllm.served import Layer
 from replayssm.core.formats import StateCopy
+from replayssm.core.skipping import Skipping
 
 
 def mamba2(
@@ -68,6 +69,7 @@ def mamba2(
         rand_seed=rings.seed,
         layer=layer.number,
         read_state=_read_state(layer),
+        skipping=_skipping(layer),
         backend=rings.backend,
     )
 
@@ -122,6 +124,7 @@ def gdn(
         rand_seed=rings.seed,
         layer=layer.number,
         read_state=_read_state(layer),
+        skipping=_skipping(layer),
         backend=rings.backend,
     )
 
@@ -129,3 +132,8 @@ def gdn(
 def _read_state(layer: Layer[Any]) -> StateCopy | None:
     copies = layer.rings.read_states
     return None if copies is None else copies[layer.number]
+
+
+def _skipping(layer: Layer[Any]) -> Skipping | None:
+    norms = layer.rings.skipping
+    return None if norms is None else norms.layer(layer.number)

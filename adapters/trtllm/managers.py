@@ -111,7 +111,7 @@ def ring_layout(
     HV, V, K = state.shape[1:]
     try:
         geometry, split = LayerGeometry(rule, HV, groups, V, K), wanted is not None and wanted.split
-        return RingLayout(geometry, window, tokens, activations, path, split)
+        return RingLayout(geometry, window, tokens, activations, path, split, settings.skip_tolerance)
     except ValueError as error:
         raise Incompatible(f"replayssm: {error}; window is in adapter.yaml") from None
 

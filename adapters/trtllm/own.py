@@ -48,7 +48,7 @@ from replayssm.adapters.trtllm.settings import Settings
 from replayssm.core.formats import state_bytes
 from replayssm.core.geometry import Rule
 from replayssm.core.layout import RingLayout
-from replayssm.core.precision import parse_format
+from replayssm.core.precision import Precision, parse_format
 from replayssm.kernels.registry import BackendUnavailable, StepCall, resolve
 
 logger = logging.getLogger(__name__)
@@ -214,6 +214,8 @@ def make_rings(
         raise Incompatible(f"replayssm: {error}; precision is in adapter.yaml") from None
     stored = parse_format(states[0].dtype) + ("" if seed is None else " rounded stochastically")
     copies = "" if read is None else f", read from copies in {read} of {rings.read_bytes / (1 << 30):.2f} GB"
+    if settings.skip_tolerance:
+        copies += f", reads under {settings.skip_tolerance:g} left out"
     logger.warning(
         "replayssm: %d %s layers, %s; %s; window %d, %d tokens a step; state %s; rings %.2f GB, %d requests",
         len(states), rule, manager, backend, layout.window, tokens, stored + copies, rings.bytes / (1 << 30),
@@ -226,11 +228,12 @@ def _backend(settings: Settings, state: torch.Tensor, layout: RingLayout) -> str
     """The backend that will serve, by its module's name.
 
     Raises:
-        Incompatible: the one that was asked for does not serve read copies.
+        Incompatible: the one that was asked for does not serve read copies, or norms.
     """
     call = None
-    if layout.split and settings.precision is not None:
-        call = StepCall.of_decoding(layout, settings.precision)
+    if layout.split or layout.skip_tolerance:
+        stored = parse_format(state.dtype)
+        call = StepCall.of_decoding(layout, settings.precision or Precision(stored, stored))
     try:
         module = resolve(settings.backend, state.device, call)
     except BackendUnavailable as error:

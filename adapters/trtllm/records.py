@@ -34,6 +34,7 @@ class Records(ABC):
         backend: kernel backend.
         seed: `[1]` int64, by which the coming folds round stochastically; `None`: they round to nearest.
         read_states: per layer a copy of all states that steps read; `None`: they read the states.
+        skipping: norms of all layers' states, `None` without a tolerance.
         stepped: whether our kernels have run in the layer that runs, or that ran last.
     """
 
@@ -62,6 +63,7 @@ class Records(ABC):
         self.cursors, self.backend, self.seed = cursors, backend, seed
         self.read_states = None if read_states is None else tuple(read_states)
         self.rates: list[torch.Tensor | None] = [None] * len(states)
+        self.skipping = layout.allocate_norms(len(cursors.start), states[0].device, len(states))
         self.stepped = False
 
     @property
@@ -122,6 +124,12 @@ class Records(ABC):
             backend=self.backend,
         )
         self.cursors.anchor(rings)
+        self.forget(rings)
+
+    def forget(self, rings: torch.Tensor) -> None:
+        """The states that `rings` (`[B]` int) go on from have been written by others."""
+        if self.skipping is not None:
+            self.skipping.forget(rings)
 
     def on_device(self, values: list[int]) -> torch.Tensor:
         """`values` as int32; a fresh pinned tensor each time, which the copy may outlive."""

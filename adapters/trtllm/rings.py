@@ -97,10 +97,11 @@ class Rings(Records):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all rings, cursors and rows."""
+        """Bytes of all rings, norms, cursors and rows."""
         rings = (tensor for layer in self.rings for tensor in layer.values())
         rows = (self.cursors.start, self.cursors.history, self.rows, self.stale, self.parents)
-        return sum(tensor.nbytes for tensor in (*rings, *rows))
+        norms = () if self.skipping is None else (self.skipping.norms,)
+        return sum(tensor.nbytes for tensor in (*rings, *norms, *rows))
 
     @property
     def read_bytes(self) -> int:
@@ -138,10 +139,12 @@ class Rings(Records):
         if self.read_states is not None:
             self._remember({request: slots[request] for request in decoding})
         if taken:
-            self.cursors.history.index_fill_(0, self.on_device(taken).long(), 0)
+            rings = self.on_device(taken)
+            self.cursors.history.index_fill_(0, rings.long(), 0)
+            self.forget(rings)
             if self.turned:
                 at = self.on_device([slots[request] for request in new])
-                self._turn(at, self.on_device(taken), back=False)
+                self._turn(at, rings, back=False)
 
     def _remember(self, slots: Mapping[int, int]) -> None:
         """Keep where the requests of the coming step are, and where the last step has made read copies."""
@@ -292,6 +295,7 @@ class Rings(Records):
     def take_back(self, slots: torch.Tensor, rings: torch.Tensor) -> None:
         """The engine's kernels have written the states in `slots`."""
         self._turn(slots, rings, back=False)
+        self.forget(rings)
         if self.read_states is not None:
             self._renew(slots, rings)
 

@@ -41,6 +41,9 @@ backend: auto
 
 # The most tokens of a sequence in one step, the draft's and one more. Left out, it is the engine's own.
 # max_draft: 4
+
+# What steps may leave out of their reads, an error of outputs; 0 leaves nothing out. In mode own only.
+# skip_tolerance: 0
 """
 
 
@@ -54,6 +57,7 @@ class Settings:
         precision: formats of the states, and of copies that steps read; `None`: one copy, the engine's.
         max_draft: the most tokens of a sequence in one step; `None`: the engine's.
         mode: of `MODES`: whose buffers and cursors.
+        skip_tolerance: of `ReplayConfig`, in mode `own`.
     """
 
     window: int
@@ -61,6 +65,7 @@ class Settings:
     precision: Precision | None
     max_draft: int | None
     mode: str = "own"
+    skip_tolerance: float = 0.0
 
     @property
     def copies(self) -> bool:
@@ -118,6 +123,11 @@ def read(path: Path) -> Settings:
     try:
         config = ReplayConfig(**content)
         _check_precision(config.precision, mode)
+        if config.skip_tolerance and mode == "borrow":
+            raise ConfigError(
+                f"skip_tolerance {config.skip_tolerance:g}: in mode borrow the engine empties rings itself, "
+                "and norms of states would not follow: expected mode own, or no skip_tolerance"
+            )
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     given = config.model_fields_set
@@ -127,6 +137,7 @@ def read(path: Path) -> Settings:
         config.precision if "precision" in given else None,
         config.max_draft,
         mode,
+        config.skip_tolerance,
     )
 
 

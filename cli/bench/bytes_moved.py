@@ -31,18 +31,23 @@ def conventional(case: Case) -> Moved:
     return Moved(case.batch * (moved.state_read + read_io), case.batch * (moved.state_write + written_io))
 
 
-def replay(case: Case, histories: Histories, precision: Precision = traffic.FP32) -> Moved:
+def replay(
+    case: Case, histories: Histories, precision: Precision = traffic.FP32, unread: float = 0.0
+) -> Moved:
     """The read copy is read once and all copies written by the rows that flush, `histories`' own share.
 
     Where folds come first they are a pass of their own, which reads the recurrence copy, for a delta rule the
     read copy too, before the step reads the renewed one.
+
+    Rows that do not flush leave a share `unread` of their states unread. Norms, a word for 16 rows of a
+    state, are not counted.
 
     Every live record is read, by rows that flush and by the others; dead records are not counted.
     """
     layout, flushes = replace(case.layout, split=precision.split), histories.flush_share
     ring_read = histories.lengths.double().mean().item() * layout.record_bytes
     folds = traffic.flush_read_bytes(case.layer, precision) if precision.folds_first else 0
-    state_read = traffic.read_bytes(case.layer, precision) + flushes * folds
+    state_read = traffic.read_bytes(case.layer, precision) * (1 - unread * (1 - flushes)) + flushes * folds
     written_io, read_io = _token_io(case)
     ring_write = case.tokens * layout.record_bytes
     return Moved(

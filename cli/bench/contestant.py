@@ -61,6 +61,7 @@ class Contestant(ABC):
     Attributes:
         name: the record's `impl`.
         precision: the formats of its states.
+        unread: share of the heads whose states rows that do not flush leave unread.
         replay: whether it keeps a ring, so that its bytes are those of replay.
         histories: what its rows start from; `None` without a ring.
         out: `[B, T, HV, V]`, the outputs of the last step.
@@ -68,6 +69,7 @@ class Contestant(ABC):
 
     name: str
     precision = Precision()
+    unread = 0.0
     replay = False
     histories: Histories | None = None
     out: torch.Tensor

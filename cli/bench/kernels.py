@@ -40,6 +40,11 @@ def parser() -> argparse.ArgumentParser:
         "--precision", type=words, default=(), metavar="PRECISIONS",
         help="formats of states besides fp32, such as nvfp4/fp16+sr,fp8/fp16+sr",
     )  # fmt: skip
+    options.add_argument(
+        "--unread", type=shares, default=(), metavar="SHARES",
+        help="shares of heads whose fp32 states are negligible and left unread, such as 0,0.25,0.5, beside "
+        "ours that reads all; name the --backend, so that both have the same",
+    )  # fmt: skip
     options.add_argument("--cases", type=words, default=(), help="globs on names, such as 'gdn-*/b256/*'")
     options.add_argument("--peers", type=words, default=PEERS, help=f"of {', '.join(PEERS)}, or none")
     options.add_argument("--backend", choices=NAMES, default="auto", help="of our kernels")
@@ -81,7 +86,7 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: St
         if given.json is not None:
             run.write(given.json, command)
 
-    run = execute(cases, peers, given.backend, given.quick, say, keep, start, stored)
+    run = execute(cases, peers, given.backend, given.quick, say, keep, start, stored, given.unread)
     for lines in table.tables(run.rows):
         say("")
         say(table.text(lines))
@@ -90,6 +95,14 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print, start: St
 def words(text: str) -> tuple[str, ...]:
     """An option's words, with commas between."""
     return tuple(word for word in text.split(",") if word)
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """An option's shares, likewise, of 0 to 1."""
+    found = tuple(float(word) for word in words(text))
+    if not all(0 <= share <= 1 for share in found):
+        raise argparse.ArgumentTypeError(f"expected shares from 0 to 1, got {text}")
+    return found
 
 
 def numbers(text: str) -> tuple[int, ...]:

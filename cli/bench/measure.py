@@ -222,7 +222,7 @@ def measure(
     contestant.select(best)
     timing = clock(contestant, 8 if quick else 24)
     if contestant.replay and contestant.histories is not None:
-        moved = bytes_moved.replay(case, contestant.histories, kind.precision)
+        moved = bytes_moved.replay(case, contestant.histories, kind.precision, kind.unread)
     else:
         moved = bytes_moved.conventional(case)
     row: dict[str, Any] = {

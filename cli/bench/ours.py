@@ -13,7 +13,7 @@ from replayssm.cli.bench.contestant import Contestant, Cursors, Setup, nothing, 
 from replayssm.cli.bench.copies import Copies, CopiesReference
 from replayssm.cli.bench.histories import Histories, flushing, quiet, standard, verification
 from replayssm.cli.bench.inputs import Reference
-from replayssm.cli.bench.precisions import OURS, ours_name
+from replayssm.cli.bench.precisions import OURS, SKIPS, ours_name
 from replayssm.core import formats
 from replayssm.core.geometry import Rule
 from replayssm.core.policy import must_flush
@@ -24,21 +24,27 @@ from replayssm.kernels import StepIndex, commit, gdn_step, kda_step, mamba2_step
 RANGES = {"g_cache": (-0.1, 0.0), "dt_cache": (0.0, 0.1), "beta_cache": (0.0, 1.0)}
 
 
+SKIP_TOLERANCE = 1e-3
+
+
 class Ours(Contestant):
     """The step functions with the backend of the setup.
 
     Attributes:
         copies: each layer's states, in the formats of `precision`.
         seed: `[1]` int64, changed by every step; `None` where nothing is rounded stochastically.
+        skipping: each layer's norms; `None` where every state is read.
     """
 
     name = OURS
     replay = True
+    skips = False
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         case = setup.case
-        layout = replace(case.layout, split=self.precision.split)
+        tolerance = SKIP_TOLERANCE if self.skips else 0.0
+        layout = replace(case.layout, split=self.precision.split, skip_tolerance=tolerance)
         self.histories, accepted = _histories(case)
         self._accepted = accepted.to(setup.device)
         self._taken = self._accepted[0].clone()
@@ -48,6 +54,8 @@ class Ours(Contestant):
         stochastic = self.precision.rounding is Rounding.STOCHASTIC
         self.seed = torch.zeros(1, dtype=torch.int64, device=setup.device) if stochastic else None
         self.copies = [Copies.of(states, self.precision, self.seed) for states in setup.states]
+        self.skipping = [layout.allocate_norms(case.batch, setup.device) for _ in range(setup.layers)]
+        self._say_what_is_negligible()
         self._rings = [
             {
                 field.name: setup.filled(
@@ -92,6 +100,7 @@ class Ours(Contestant):
         return {
             "read_state": self.copies[layer].read_state,
             "rand_seed": self.seed,
+            "skipping": self.skipping[layer],
             "layer": layer,
             "backend": self.setup.backend,
         }
@@ -100,7 +109,16 @@ class Ours(Contestant):
         self.advance(self._taken)
         self._cursors.restore()
 
+    def _say_what_is_negligible(self) -> None:
+        """Give a share of the heads, evenly spread, norms of zero; a check begins without norms instead."""
+        heads = torch.arange(self.setup.case.layer.value_heads + 1, device=self.setup.device)
+        negligible = (heads * self.unread + 1e-6).floor().diff() > 0
+        for skipping in self.skipping if not self.setup.empty else ():
+            if skipping is not None:
+                skipping.norms.copy_(torch.where(negligible, 0.0, float("inf"))[:, None])
+
     def phase(self, index: int) -> None:
+        self._say_what_is_negligible()  # rows of the last phase have measured theirs when they flushed
         self._cursors.phase(index)
         self._taken.copy_(self._accepted[index % len(self._accepted)])
 
@@ -143,6 +161,18 @@ def ours_in(stored: Precision) -> type[Ours]:
         precision = stored
 
     return Stored
+
+
+@cache
+def ours_skipping(share: float) -> type[Ours]:
+    """Our kernels with norms, by which rows that do not flush leave this share of the states unread."""
+
+    class Skips(Ours):
+        name = f"{SKIPS}{share:g}"
+        skips = True
+        unread = share
+
+    return Skips
 
 
 def _histories(case: Case) -> tuple[Histories, torch.Tensor]:

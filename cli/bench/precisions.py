@@ -15,6 +15,8 @@ from replayssm.core.precision import Precision, Rounding
 
 OURS = "ours"
 """Our kernels with fp32 states; in another precision its short form follows, as in `ours nvfp4/fp16+sr`."""
+SKIPS = f"{OURS} skip "
+"""With fp32 states of which a share that follows is left unread, as in `ours skip 0.25`."""
 
 # The widest gap between neighbours, as a share of the largest magnitude `a` that has their scale. It is worst
 # where `a` is just large enough to have it. In units of the scale: fp8 is 32 apart from 256 on, int8 1 apart
@@ -50,7 +52,14 @@ def is_ours(impl: str) -> bool:
 
 def precision_of(impl: str) -> Precision:
     """The precision in the name of one that `is_ours`."""
+    if unread_of(impl) is not None:
+        return Precision()
     return Precision.parse(impl.removeprefix(OURS).strip() or str(Precision()))
+
+
+def unread_of(impl: str) -> float | None:
+    """The share of states that is left unread, where an implementation's name has one."""
+    return float(impl.removeprefix(SKIPS)) if impl.startswith(SKIPS) else None
 
 
 def largest_rounding(format: str, rounding: Rounding) -> float:

@@ -47,7 +47,8 @@ class Run:
         bandwidth: measured `copy` and `read`, TB/s.
         gpu: the GPU's name.
         versions: of everything that was used.
-        topic: the record's; `precision` where ours was timed in more than fp32.
+        topic: the record's; `precision` where ours was timed in more than fp32, `skipping` where with states
+            unread.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -159,6 +160,7 @@ def execute(
     keep: Callable[[Run], None] = lambda run: None,
     start: Start = start_worker,
     precisions: Sequence[Precision] = (),
+    unread: Sequence[float] = (),
 ) -> Run:
     """Check, then time.
 
@@ -171,15 +173,16 @@ def execute(
         keep: called whenever a row has been added.
         start: starts a worker.
         precisions: formats of states that ours is timed with, besides fp32.
+        unread: shares of states that ours is timed with while they are left unread.
 
     Raises:
         CommandError: our own kernels can't be timed.
     """
-    run = Run(topic="precision" if precisions else "kernels")
+    run = Run(topic="skipping" if unread else "precision" if precisions else "kernels")
     # A check's outcome holds for every batch size and kind of rows of a geometry and number of tokens.
     groups: dict[tuple[str, str], dict[tuple[int, str], Case]] = {}
     for case in cases:
-        for kind in contestants(case, peers, precisions):
+        for kind in contestants(case, peers, precisions, unread):
             group = groups.setdefault((package(kind), case.geometry), {})
             group[case.tokens, kind.name] = case
     sound: dict[tuple[str, int, str], Sound] = {}
@@ -210,7 +213,7 @@ def execute(
     jobs = [
         (case, kind.name, sound[case.geometry, case.tokens, kind.name])
         for case in cases
-        for kind in contestants(case, peers, precisions)
+        for kind in contestants(case, peers, precisions, unread)
         if (case.geometry, case.tokens, kind.name) in sound
     ]
     _time(jobs, run, backend, quick, say, keep, start)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from replayssm.cli.bench.cases import FLAGSHIPS, Case, Rows
-from replayssm.cli.bench.precisions import OURS, is_ours
+from replayssm.cli.bench.precisions import OURS, is_ours, precision_of
+from replayssm.core.precision import Precision
 
 BEST = "best peer"
 """In place of an implementation: the fastest of all others."""
@@ -138,7 +139,7 @@ def best_peer(row_by_impl: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]
 
 def asked(rows: Iterable[Mapping[str, Any]]) -> tuple[Target, ...]:
     """The targets that a record is held to; those of precisions where it has one of these."""
-    stored = any(is_ours(row["impl"]) and row["impl"] != OURS for row in rows)
+    stored = any(is_ours(row["impl"]) and precision_of(row["impl"]) != Precision() for row in rows)
     return (*TARGETS, *PRECISION_TARGETS) if stored else TARGETS
 
 

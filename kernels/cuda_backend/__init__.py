@@ -5,6 +5,7 @@ It serves what the models that people run ask for, and refuses the rest: bf16 ac
 and `small.cu` how steps of few heads do. Where states are packed or split a row brings at most half as many
 tokens, and a step is two launches a layer, `fold.cu` and `read.cu` or `read_blocks.cu`; otherwise it is one.
 Of slot operations it has those of two copies: `renew`, and `materialize` of what is whole.
+With norms of checkpoints it serves fp32 states, by `step.cu` in batches of any size.
 A step neither allocates nor synchronises as long as inputs are dense over heads and channels and begin on
 vector boundaries; inputs that do not are copied first.
 """
@@ -19,6 +20,7 @@ import torch
 
 from replayssm.core.formats import PACKED, PackedState, StateCopy
 from replayssm.core.geometry import Rule
+from replayssm.core.skipping import Skipping
 from replayssm.kernels import torch_backend
 from replayssm.kernels.checks import is_aligned
 from replayssm.kernels.cuda_backend import fold
@@ -39,7 +41,7 @@ __all__ = [
     "unavailable",
 ]
 
-SERVES_COPIES = True
+SERVES_COPIES = SERVES_SKIPPING = True
 
 _MOST_ROWS = 65535
 _MOST_TURNS = 256
@@ -71,6 +73,10 @@ def refuses(call: StepCall) -> str | None:
         (call.tokens > most, f"it takes at most {most} tokens a row, got {call.tokens}"),
         (call.window > longest, f"it takes windows to {longest}, got {call.window}"),
         (read is not None and read not in PACKED, f"a copy that steps read must be packed, got {read}"),
+        (
+            call.skips and (read is not None or call.state_dtype is not torch.float32),
+            f"with norms it reads states in torch.float32 alone, got {call.copies or call.state_dtype}",
+        ),
         (call.tree, "it serves chains, not draft trees"),
         (
             call.activation_dtype is not torch.bfloat16,
@@ -109,6 +115,7 @@ def mamba2_step(
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
     read_state: StateCopy | None = None,
+    skipping: Skipping | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.mamba2_step`."""
     params = Params(softplus=dt_softplus, scale=1.0)
@@ -116,7 +123,7 @@ def mamba2_step(
     inputs = (("q", C, 2), ("k", B, 2), ("v", x, 2), ("g", dt, 1), ("z", z, 2))
     return _step(
         Rule.MAMBA2, params, state, read_state, rings, ring_start, hist_len, inputs, out,
-        (("A", A), ("D", D), ("dt_bias", dt_bias)), window, index, rand_seed, layer,
+        (("A", A), ("D", D), ("dt_bias", dt_bias)), window, index, rand_seed, layer, skipping,
     )  # fmt: skip
 
 
@@ -128,12 +135,13 @@ def gdn_step(
     layer: int = 0,
     read_state: StateCopy | None = None,
     beta_cache: torch.Tensor | None = None,
+    skipping: Skipping | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.gdn_step`."""
     *tensors, scale, use_qk_l2norm = args
     params = Params(scale=scale, l2norm=use_qk_l2norm)
     copies = read_state, beta_cache
-    return _delta_step(Rule.GDN, params, tensors, copies, window, index, rand_seed, layer)
+    return _delta_step(Rule.GDN, params, tensors, copies, window, index, rand_seed, layer, skipping)
 
 
 def kda_step(
@@ -144,6 +152,7 @@ def kda_step(
     layer: int = 0,
     read_state: StateCopy | None = None,
     beta_cache: torch.Tensor | None = None,
+    skipping: Skipping | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.kda_step`."""
     *tensors, lower_bound, scale, use_qk_l2norm = args
@@ -151,7 +160,7 @@ def kda_step(
         scale=scale, l2norm=use_qk_l2norm, bounded=lower_bound is not None, bound=lower_bound or 0.0
     )
     copies = read_state, beta_cache
-    return _delta_step(Rule.KDA, params, tensors, copies, window, index, rand_seed, layer)
+    return _delta_step(Rule.KDA, params, tensors, copies, window, index, rand_seed, layer, skipping)
 
 
 def renew(states: Sequence[StateCopy], read_states: Sequence[StateCopy], slots: torch.Tensor) -> None:
@@ -213,6 +222,7 @@ def _delta_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None,
     layer: int,
+    skipping: Skipping | None,
 ) -> torch.Tensor:
     """A step of either delta rule; `tensors` are those of the public functions, in their order.
 
@@ -227,7 +237,7 @@ def _delta_step(
     inputs = (("q", q, 2), ("k", k, 2), ("v", v, 2), ("g", g, g.dim() - 2), ("beta", beta, 1))
     return _step(
         rule, params, state, read_state, rings, ring_start, hist_len, inputs, out,
-        (("A", A_log), ("D", None), ("dt_bias", dt_bias)), window, index, rand_seed, layer,
+        (("A", A_log), ("D", None), ("dt_bias", dt_bias)), window, index, rand_seed, layer, skipping,
     )  # fmt: skip
 
 
@@ -246,6 +256,7 @@ def _step(
     index: StepIndex,
     rand_seed: torch.Tensor | None,
     layer: int,
+    skipping: Skipping | None,
 ) -> torch.Tensor:
     """One launch over the rows of `index`; where states are packed, after a fold of those that flush."""
     if index.cu_seqlens is not None:
@@ -284,6 +295,8 @@ def _step(
     params.rand_seed = None if rand_seed is None else rand_seed.data_ptr()
     params.R, params.L, params.T, params.B = R, window, tokens, batch
     params.layer = layer
+    if skipping is not None:
+        params.norms, params.tolerance = skipping.norms.data_ptr(), skipping.tolerance
     compiled = next(n for n in (1, 4, 8, 16) if tokens <= n)
     compiled_for: Config
     if isinstance(read, PackedState):
@@ -300,8 +313,9 @@ def _step(
     else:
         share = cut(rule, V, compiled, batch * HV, _gpu(out.device))
         compiled_for = config(
-            share, rule, V, HV // H, state.dtype, compiled, window, R, rand_seed is not None, params
-        )
+            share, rule, V, HV // H, state.dtype, compiled, window, R, rand_seed is not None,
+            skipping is not None, params,
+        )  # fmt: skip
         programs = HV * -(-V // (UNIT * share.units))
         params.turns = (
             compiled_for.warps == 1

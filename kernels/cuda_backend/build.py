@@ -74,6 +74,7 @@ class StepConfig:
     records: int
     units: int
     stochastic: bool
+    skips: bool = False
     source: ClassVar[str] = "step.cu"
     headers: ClassVar[tuple[str, ...]] = SHARED_SOURCES
     entry: ClassVar[str] = "replay_step"
@@ -85,7 +86,7 @@ class StepConfig:
             "RULE": RULES[self.rule], "V": self.value_dim, "GROUP": self.group,
             "STATE": TYPES[self.state_dtype], "WARPS": self.warps, "TOKENS": self.tokens,
             "RECORDS": self.records, "UNITS": self.units,
-            "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs,
+            "STOCHASTIC": int(self.stochastic), "PROGRAMS": self.programs, "SKIPS": int(self.skips),
         })  # fmt: skip
 
     @property
@@ -145,7 +146,7 @@ class Params(ctypes.Structure):
         + [("scale", ctypes.c_float), ("bound", ctypes.c_float)]
         + [(name, ctypes.c_void_p) for name in ("scales", "head_scales", "beta")]
         + [(name, ctypes.c_int64) for name in ("s_scales", "s_heads", "s_beta", "h_beta")]
-        + [("heads", ctypes.c_int)]
+        + [("heads", ctypes.c_int), ("tolerance", ctypes.c_float), ("norms", ctypes.c_void_p)]
     )  # fmt: skip
 
 

@@ -29,6 +29,8 @@ struct Params {
     float* beta;  // recorded where there is a read copy
     i64 s_scales, s_heads, s_beta, h_beta;
     int heads;
+    float tolerance;
+    float* norms;  // of checkpoints, where they may be left unread, [rings, heads, units of 16 value rows]
 };
 
 // ---- numbers ----

@@ -121,6 +121,7 @@ def config(
     window: int,
     ring: int,
     stochastic: bool,
+    skips: bool,
     params: Params,
 ) -> Config:
     """What a step is compiled for; of four warps only where `small.cu` serves it.
@@ -135,13 +136,14 @@ def config(
         window: `L`.
         ring: rows of the ring, `R`.
         stochastic: whether the checkpoint is rounded stochastically.
+        skips: whether checkpoints that norms allow to leave unread are; `small.cu` reads all.
         params: its arguments.
     """
-    if share.warps > 1 and serves_small(rule, tokens, ring):
+    if share.warps > 1 and not skips and serves_small(rule, tokens, ring):
         rows = UNIT * share.units
         held = -(-ring // 4) * 4 if rule is Rule.KDA else MOST_RING
         return SmallConfig(
             rule, value_dim, group, state_dtype, tokens, held, rows, stochastic, Kinds.of(params)
         )
     records = 2 if window <= 16 else 4
-    return StepConfig(rule, value_dim, group, state_dtype, tokens, records, share.units, stochastic)
+    return StepConfig(rule, value_dim, group, state_dtype, tokens, records, share.units, stochastic, skips)

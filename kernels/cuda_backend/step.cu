@@ -9,7 +9,9 @@
 // unit is still in shared memory.
 //
 // Compile-time, besides those of common.cuh: WARPS (1), TOKENS (1, 4, 8 or 16, the most a row brings),
-// RECORDS (8-record tiles of the window), UNITS, PROGRAMS (that a multiprocessor shall hold).
+// RECORDS (8-record tiles of the window), UNITS, PROGRAMS (that a multiprocessor shall hold), SKIPS (of fp32
+// checkpoints: units that norms allow to leave unread are, but for those that are on their way before that is
+// known; a flush writes their norms).
 //
 // Layouts. A lane is (g, c) = (lane / 4, lane % 4). Of a unit it holds value rows 2g and 2g + 1, as rows g
 // and g + 8 of the operand. Of the key dimension it holds, in each block of 32, elements 8c .. 8c + 7;
@@ -31,6 +33,7 @@ constexpr int STEPS_AT_ONCE = STATE == 0 ? 1 : 2;
 // Shared memory, in bytes: stages, each of a unit's checkpoint, its values of the ring's records and of the
 // tokens; then what the units share.
 constexpr bool EVEN = V % FULL == 0;
+constexpr bool WHOLE = EVEN && !SKIPS;  // every copy of a unit takes all of its rows
 constexpr int UNIT_BYTES = 16 * K * STATE_BYTES;
 constexpr int AT_U = UNIT_BYTES, AT_VALUES = AT_U + 16 * LR * U_BYTES;
 constexpr int STAGE_BYTES = AT_VALUES + 16 * TOKENS * ACT_BYTES;
@@ -80,7 +83,7 @@ DEVICE void fetch_unit(unsigned char* stage, int lane_to, const char* from, int 
 #pragma unroll
         for (int part = 0; part < ROW_BYTES; part += 16 * COPY_CHUNKS)
             copy_async(stage + (lane_to ^ 16 * unit_turn(row >> 1)) + row * ROW_BYTES + part,
-                       from + row * ROW_BYTES + part, EVEN || row + lane / COPY_CHUNKS < rows);
+                       from + row * ROW_BYTES + part, WHOLE || row + lane / COPY_CHUNKS < rows);
 }
 
 // This lane's 8 elements of a block of a unit's row.
@@ -318,9 +321,9 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
     char* const part_state = (char*)p.state + (slot * p.s_state + ((i64)head * V + v_part) * K) * STATE_BYTES;
     const char* const unit_from = part_state + fetch_from(lane);
     const int unit_to = pinned(fetch_to(lane), lane);
-    auto issue_unit = [&](int unit, int stage) {
+    auto issue_unit = [&](int unit, int stage, bool unread = false) {  // an unread one is zero
         fetch_unit(shared_memory + stage * STAGE_BYTES, unit_to, unit_from + unit * UNIT_BYTES,
-                   V - v_part - 16 * unit, lane);
+                   unread ? 0 : V - v_part - 16 * unit, lane);
     };
     if (p.B > 0) {  // always; a block of its own, or the assembler waits first
         issue_unit(0, 0);
@@ -869,15 +872,26 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
             for (int i = 0; i < COLUMNS; i++) ring_b[i][r][n] = scores[i][r][n] * record_weight[r][n];
         }
     const float grown = KDA ? 1.f : expf(rate * path);  // of token `lane`
+    float longest = 0.f;                                // square of the longest column
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) {
         bool query = ONE ? i == COLUMNS - 1 : SHARED_TILE ? g >= 4 : (!DELTA || i >= TILES);
         column_norm[i] = norm[i] * (DELTA && query ? p.scale : 1.f);
         float f = column_norm[i];
         if (!KDA) f *= shuffle(grown, ONE ? 0 : SHARED_TILE ? g & 3 : 8 * (i % TILES) + g);
+        if (SKIPS) longest = fmaxf(longest, squares(x[i]) * f * f);
 #pragma unroll
         for (int n = 0; n < 2; n++) column_factor[i][n] = ONE ? f : shuffle(f, 4 * (2 * c + n));
     }
+
+    u32 unread = 0;  // a bit for each unit; a comparison with NaN, as of an infinite norm with zero, is false
+#if SKIPS
+    float* const unit_norms = p.norms + (ring * p.heads + head) * ((V + 15) / 16) + v_part / 16;
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) longest = fmaxf(longest, shuffle_xor(longest, d));
+    const float unit_norm = lane < UNITS && v_part + 16 * lane < V ? unit_norms[lane] : 0.f;
+    unread = votes(!flush && unit_norm * sqrtf(longest) * total <= p.tolerance);
+#endif
 
 #if TOKENS == 1
     const float one_beta = shuffle(beta, 0);
@@ -1202,6 +1216,7 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
 #endif
 
         if (flush) {
+            float squared[2] = {0, 0};  // of the lane's part of rows 2g and 2g + 1
             float weighted[RECORDS][4];
 #pragma unroll
             for (int r = 0; r < RECORDS; r++)
@@ -1275,15 +1290,31 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
                     }
 #pragma unroll
                 for (int r = 0; r < 2; r++)
+#pragma unroll
+                    for (int e = 0; e < 8; e++) squared[r] += SKIPS ? tile[r][e] * tile[r][e] : 0.f;
+#pragma unroll
+                for (int r = 0; r < 2; r++)
                     if (inside)
                         store_row(part_state + (i64)(16 * unit + 2 * g + r) * ROW_BYTES, c, block, tile[r],
                                   seed, (u32)((head * V + v + r) * K), (u32)slot, (u32)p.layer);
             }
+#if SKIPS
+            float largest = 0.f;
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float y = squared[r] + shuffle_xor(squared[r], 1);
+                y += shuffle_xor(y, 2);
+                if (inside) largest = fmaxf(largest, y == y ? y : real(0x7f800000u));  // NaN is infinite
+            }
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) largest = fmaxf(largest, shuffle_xor(largest, d));
+            if (lane == 0 && v_part + 16 * unit < V) unit_norms[unit] = sqrtf(largest);
+#endif
         }
         warp_sync();
         if (STAGES > 1) {
             const int next = unit + (single ? 1 : STAGES);
-            if (next < UNITS) issue_unit(next, stage), issue_values(next, stage);
+            if (next < UNITS) issue_unit(next, stage, SKIPS && unread >> next & 1), issue_values(next, stage);
             copies_commit();
         }
     }

@@ -13,6 +13,7 @@ import torch
 from replayssm.core.cursors import Cursors
 from replayssm.core.formats import PackedState, StateCopy
 from replayssm.core.rows import write_rows, zero_where
+from replayssm.core.skipping import Skipping
 from replayssm.kernels.layer_table import LayerTable, RingTable
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
@@ -23,7 +24,7 @@ from replayssm.kernels.torch_backend.formats import decode
 from replayssm.kernels.torch_backend.layer import Layer
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
-SERVES_COPIES = True
+SERVES_COPIES = SERVES_SKIPPING = True
 
 
 def unavailable(device_type: str) -> str | None:
@@ -59,10 +60,11 @@ def mamba2_step(
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
     read_state: StateCopy | None = None,
+    skipping: Skipping | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.mamba2_step`."""
     rings = {"x_cache": x_cache, "B_cache": B_cache, "dt_cache": dt_cache}
-    stored = Layer(Checkpoint(state, read_state, rand_seed, layer), rings, A)
+    stored = Layer(Checkpoint(state, read_state, rand_seed, layer), rings, A, skipping=skipping)
     rows = before_step(stored, _rows(x, x_cache, ring_start, hist_len, window, index))
     mamba2.step(rows, stored, x, dt, A, B, C, out, D, z, dt_bias, dt_softplus)
     after_step(stored, rows)
@@ -93,10 +95,12 @@ def gdn_step(
     layer: int = 0,
     read_state: StateCopy | None = None,
     beta_cache: torch.Tensor | None = None,
+    skipping: Skipping | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.gdn_step`."""
     rings = _delta_rings(u_cache, k_cache, g_cache, beta_cache)
-    stored = Layer(Checkpoint(state, read_state, rand_seed, layer), rings, qk_l2norm=use_qk_l2norm)
+    checkpoint = Checkpoint(state, read_state, rand_seed, layer)
+    stored = Layer(checkpoint, rings, qk_l2norm=use_qk_l2norm, skipping=skipping)
     rows = before_step(stored, _rows(q, k_cache, ring_start, hist_len, window, index))
     g, beta = rows.tokens(g), rows.tokens(beta)
     if A_log is not None:
@@ -131,10 +135,12 @@ def kda_step(
     layer: int = 0,
     read_state: StateCopy | None = None,
     beta_cache: torch.Tensor | None = None,
+    skipping: Skipping | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.kda_step`."""
     rings = _delta_rings(u_cache, k_cache, g_cache, beta_cache)
-    stored = Layer(Checkpoint(state, read_state, rand_seed, layer), rings, qk_l2norm=use_qk_l2norm)
+    checkpoint = Checkpoint(state, read_state, rand_seed, layer)
+    stored = Layer(checkpoint, rings, qk_l2norm=use_qk_l2norm, skipping=skipping)
     rows = before_step(stored, _rows(q, k_cache, ring_start, hist_len, window, index))
     g, beta = rows.tokens(g), rows.tokens(beta)
     if A_log is not None:

@@ -33,6 +33,7 @@ from replayssm.kernels.torch_backend.mathematics import (
     later_sum,
     normalize,
 )
+from replayssm.kernels.torch_backend.skipping import without_negligible
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
@@ -94,6 +95,7 @@ def step(
     seen = (rows.token[:, :, None] & rows.history[:, None, :])[..., None, None]
     weight_old = decay(path[:, :, None] + later_sum(g_old)[:, None], seen)
     weight_new = decay(rows.path_between(g_new), rows.ancestors[..., None, None])
+    S0 = without_negligible(layer, rows, S0, G.exp() * k_new, G.exp() * q_new)
     with ieee_fp32(S0.device):
         recalled = _read(S0, k_new, G) + _attend(k_new, k_old, weight_old, u_old)
         u_new = _solve(k_new, weight_new, beta, v_new - recalled)

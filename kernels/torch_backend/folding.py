@@ -17,6 +17,7 @@ from replayssm.core.formats import PackedState
 from replayssm.core.rows import any_row, write_rows, zero_where
 from replayssm.kernels.torch_backend import delta, mamba2
 from replayssm.kernels.torch_backend.layer import Layer
+from replayssm.kernels.torch_backend.skipping import measure
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
@@ -57,15 +58,20 @@ def before_step(layer: Layer, rows: StepRows) -> StepRows:
     """Fold the rows that must flush, where folds come first; the rows as the step has them then."""
     if not layer.folds_first:
         return rows
-    if any_row(rows.flush):
-        fold(layer, FoldRows.of_step(rows))
+    _flush(layer, rows)
     return rows.folded()
 
 
 def after_step(layer: Layer, rows: StepRows) -> None:
     """Fold the rows that must flush, where folds come last: a step's records lie behind all history."""
-    if not layer.folds_first and any_row(rows.flush):
+    if not layer.folds_first:
+        _flush(layer, rows)
+
+
+def _flush(layer: Layer, rows: StepRows) -> None:
+    if any_row(rows.flush):
         fold(layer, FoldRows.of_step(rows))
+        measure(layer, rows)
 
 
 def fold(layer: Layer, rows: FoldRows) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from replayssm.core.formats import PackedState
+from replayssm.core.skipping import Skipping
 from replayssm.kernels.torch_backend.checkpoint import Checkpoint
 
 
@@ -20,12 +21,14 @@ class Layer:
         rings: its ring tensors by name, see `RingLayout.fields`; `beta_cache` beside a read copy only.
         A: `[H]`, for Mamba-2.
         qk_l2norm: whether a delta rule normalises queries and keys.
+        skipping: norms by which checkpoints are left unread; `None`: all are read.
     """
 
     checkpoint: Checkpoint
     rings: Mapping[str, torch.Tensor]
     A: torch.Tensor | None = None
     qk_l2norm: bool = True
+    skipping: Skipping | None = None
 
     @property
     def folds_first(self) -> bool:

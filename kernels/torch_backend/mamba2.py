@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from replayssm.core.rows import zero_where
 from replayssm.kernels.torch_backend.layer import Layer
 from replayssm.kernels.torch_backend.mathematics import contract, decay, ieee_fp32, later_sum
+from replayssm.kernels.torch_backend.skipping import without_negligible
 from replayssm.kernels.torch_backend.step_rows import StepRows
 
 
@@ -52,6 +53,7 @@ def step(
     weight_new = dt[:, None] * decay(rows.path_between(g_new), rows.ancestors[..., None])
     with ieee_fp32(S0.device):
         C_heads = _to_heads(C_new, S0.shape[1])
+        S0 = without_negligible(layer, rows, S0, G.exp()[..., None] * C_heads)
         y = G.exp()[..., None] * contract("bhpn,bthn->bthp", S0, C_heads)
         y = y + _attend(C_new, B_old, weight_old, x_old)
         y = y + _attend(C_new, B_new, weight_new, x_new)

@@ -25,9 +25,12 @@ else:
     _MISSING = None
 
 from replayssm.core.geometry import Rule
+from replayssm.core.skipping import Skipping
 from replayssm.kernels.layer_table import FOLDED, LayerTable, RingTable
 from replayssm.kernels.registry import StepCall
 from replayssm.kernels.step_index import StepIndex
+
+SERVES_SKIPPING = True
 
 __all__ = [
     "commit",
@@ -82,6 +85,7 @@ def mamba2_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    skipping: Skipping | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.mamba2_step`."""
     H, P, N = state.shape[1:]
@@ -100,7 +104,7 @@ def mamba2_step(
         mamba2, use, H, P, batch, tokens, index, out, state, window, R,
         (x_cache, B_cache, dt_cache), inputs,
         (state, x_cache, B_cache, dt_cache, ring_start, hist_len, x, dt, A, B, C, out, D, z, dt_bias),
-        constants, rand_seed, layer, least=16,
+        constants, rand_seed, layer, skipping, least=16,
     )  # fmt: skip
     return out
 
@@ -111,10 +115,13 @@ def gdn_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    skipping: Skipping | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.gdn_step`."""
     *tensors, scale, use_qk_l2norm = args
-    return _delta_step(tensors, None, scale, use_qk_l2norm, False, window, index, rand_seed, layer)
+    return _delta_step(
+        tensors, None, scale, use_qk_l2norm, False, window, index, rand_seed, layer, skipping
+    )  # fmt: skip
 
 
 def kda_step(
@@ -123,10 +130,13 @@ def kda_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None = None,
     layer: int = 0,
+    skipping: Skipping | None = None,
 ) -> torch.Tensor:
     """See `replayssm.kernels.kda_step`."""
     *tensors, lower_bound, scale, use_qk_l2norm = args
-    return _delta_step(tensors, lower_bound, scale, use_qk_l2norm, True, window, index, rand_seed, layer)
+    return _delta_step(
+        tensors, lower_bound, scale, use_qk_l2norm, True, window, index, rand_seed, layer, skipping
+    )  # fmt: skip
 
 
 def _delta_step(
@@ -139,6 +149,7 @@ def _delta_step(
     index: StepIndex,
     rand_seed: torch.Tensor | None,
     layer: int,
+    skipping: Skipping | None,
 ) -> torch.Tensor:
     """A step of either delta rule; `tensors` are those of the public functions, in their order."""
     state, u_cache, k_cache, g_cache, ring_start, hist_len = tensors[:6]
@@ -160,7 +171,7 @@ def _delta_step(
         (u_cache, k_cache, g_cache), (q, k, v, g, beta, out),
         (state, u_cache, k_cache, g_cache, ring_start, hist_len, q, k, v, g, beta, out, A_log, dt_bias,
          bound, scale),
-        constants, rand_seed, layer, least=8,
+        constants, rand_seed, layer, skipping, least=8,
     )  # fmt: skip
     result: torch.Tensor = out
     return result
@@ -184,6 +195,7 @@ def _launch(
     constants: dict[str, Any],
     rand_seed: torch.Tensor | None,
     layer: int,
+    skipping: Skipping | None,
     least: int,
 ) -> None:
     """One launch of a rule's `decode` or `verify` over the rows of `index`."""
@@ -201,8 +213,10 @@ def _launch(
         "BL": max(power(window), 16), "HAS_STATE": index.state_indices is not None,
         "HAS_RING": index.ring_indices is not None, "HAS_LENS": index.draft_lens is not None,
         "VARLEN": index.cu_seqlens is not None, "STOCHASTIC": rand_seed is not None,
+        "SKIPS": skipping is not None,
     }  # fmt: skip
-    rows = (index.state_indices, index.ring_indices, index.pad_slot_id, lens, rand_seed, layer)
+    norms = (None, None) if skipping is None else (skipping.norms, skipping.tolerance)
+    rows = (index.state_indices, index.ring_indices, index.pad_slot_id, lens, rand_seed, layer, *norms)
     tiles = triton.cdiv(value_dim, use.rows)
     if tokens == 1:
         kernels.decode[(heads * triton.cdiv(tiles, use.tiles), batch)](

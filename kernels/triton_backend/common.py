@@ -83,10 +83,12 @@ def sigmoid(x):
 
 @triton.jit
 def store_rounded(pointer, value, mask):
-    """One rounding to the pointer's dtype; fp16 saturates at its largest finite value."""
+    """One rounding to the pointer's dtype, of which it gives the result; fp16 saturates."""
     if pointer.dtype.element_ty == tl.float16:
         value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
-    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
+    stored = value.to(pointer.dtype.element_ty)
+    tl.store(pointer, stored, mask=mask)
+    return stored
 
 
 @triton.jit
@@ -115,7 +117,10 @@ def random_words(rand_seed, slot, layer, row, K: tl.constexpr, BK: tl.constexpr)
 
 @triton.jit
 def store_stochastic(pointer, value, mask, words):
-    """fp32 values as fp16, rounded by random 16-bit words as the torch backend's `round_to_half` does."""
+    """fp32 values as fp16, rounded by random 16-bit words as the torch backend's `round_to_half` does.
+
+    Gives what it stored.
+    """
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     random = words >> 3
@@ -126,7 +131,37 @@ def store_stochastic(pointer, value, mask, words):
     half = tl.where(magnitude == 0x7F800000, 0x7C00, half)
     half = tl.where(magnitude > 0x7F800000, 0x7E00, half)
     half |= (bits >> 16) & 0x8000
-    tl.store(pointer, half.to(tl.int16).to(tl.float16, bitcast=True), mask=mask)
+    stored = half.to(tl.int16).to(tl.float16, bitcast=True)
+    tl.store(pointer, stored, mask=mask)
+    return stored
+
+
+@triton.jit
+def store_norms(head_norms, stored, vi, V):
+    """The largest row norms of `stored [rows, NK, KI]`, which are value rows `vi` of a head, by blocks of 16.
+
+    `head_norms` are the head's, see `replayssm.core.skipping`; `stored` is zero outside of the state.
+    """
+    BLOCKS: tl.constexpr = vi.shape[0] // 16
+    wide = stored.to(tl.float32)
+    norms = tl.sqrt(tl.sum(tl.sum(wide * wide, 1), 1))
+    norms = tl.where(norms == norms, norms, float("inf"))  # a maximum would lose NaN
+    first = tl.min(tl.reshape(vi, (BLOCKS, 16)), 1)
+    tl.store(head_norms + first // 16, tl.max(tl.reshape(norms, (BLOCKS, 16)), 1), mask=first < V)
+
+
+@triton.jit
+def rows_to_read(head_norms, tolerance, v_first, V, squares, flush, ROWS: tl.constexpr):
+    """`V`, or 0 where a step needs none of the `ROWS` value rows of a head from `v_first` on.
+
+    `squares` is the largest square of the norm of a decayed query or key. A comparison with NaN, such as an
+    infinite norm times zero, is false: such rows are read. Loads behind the last row move nothing.
+    """
+    block = v_first // 16 + tl.arange(0, ROWS // 16)
+    norms = tl.load(head_norms + block, mask=block < (V + 15) // 16, other=0.0)
+    negligible = norms * tl.sqrt(squares) <= tolerance
+    needed = tl.sum(tl.where(negligible, 0, 1), 0) + flush.to(tl.int32)
+    return tl.where(needed > 0, V, 0)
 
 
 @triton.jit

@@ -21,9 +21,11 @@ from replayssm.kernels.triton_backend.common import (
     locate,
     of_layer,
     random_words,
+    rows_to_read,
     sigmoid,
     softplus,
     state_dot,
+    store_norms,
     store_rounded,
     store_stochastic,
 )
@@ -69,8 +71,9 @@ def later_sum(g, BL: tl.constexpr):
 
 @triton.jit
 def fold_rows(source, target, u_ring, k_ring, g_ring, start, count, R, vi, V, K: tl.constexpr,
-              rand_seed, slot, layer, hv, NK: tl.constexpr, KI: tl.constexpr,
-              PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, STOCHASTIC: tl.constexpr):  # fmt: skip
+              rand_seed, slot, layer, hv, head_norms, NK: tl.constexpr, KI: tl.constexpr,
+              PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, STOCHASTIC: tl.constexpr,
+              SKIPS: tl.constexpr):  # fmt: skip
     """Value rows `vi` of the state `[V, K]` at `source` after the first `count` records, to `target`.
 
     On fp32 lanes, since a tensor core would cut sums off towards zero. What the records add is summed up by
@@ -103,16 +106,18 @@ def fold_rows(source, target, u_ring, k_ring, g_ring, start, count, R, vi, V, K:
     S = S * exponential(G)[None, :, :] + added
     if STOCHASTIC:
         words = random_words(rand_seed, slot, layer, hv * V + vi, K, NK * KI)
-        store_stochastic(target + at, S, inside, tl.reshape(words, S.shape))
+        stored = store_stochastic(target + at, S, inside, tl.reshape(words, S.shape))
     else:
-        store_rounded(target + at, S, inside)
+        stored = store_rounded(target + at, S, inside)
+    if SKIPS:
+        store_norms(head_norms, stored, vi, V)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def decode(
     state, u_cache, k_cache, g_cache, ring_start, hist_len,
     q, k, v, g, beta, out, A_log, dt_bias, lower_bound, scale,
-    state_indices, ring_indices, pad_slot, lens, rand_seed, layer,
+    state_indices, ring_indices, pad_slot, lens, rand_seed, layer, norms, tolerance,
     s_state, s_u, h_u, s_k, h_k, s_g, h_g,
     b_q, b_k, b_v, b_g, b_beta, b_out, t_q, t_k, t_v, t_g, t_beta, t_out,
     R, L,
@@ -122,7 +127,7 @@ def decode(
     PER_CHANNEL: tl.constexpr, L2NORM: tl.constexpr,
     RAW: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """One token a row. A program serves `TILES` value tiles of a head, their loads in a pipeline.
 
@@ -207,11 +212,18 @@ def decode(
         if hv % (HV // H) == 0:
             tl.store(k_ring + new * K + kc, k_raw, mask=in_k)
 
+    head_norms = norms
+    if SKIPS:
+        head_norms += (ring * HV + hv) * ((V + 15) // 16)
+        squares = tl.maximum(tl.sum(tl.sum(k_read * k_read, 0), 0), tl.sum(tl.sum(q_read * q_read, 0), 0))
     S_head = state + slot * s_state + hv * (V * K) + vb[:, None, None] * K + kc[None, :, :]
     for i in tl.range(0, TILES, num_stages=STAGES):
         vi = v_first + i * BV + vb
         in_v = vi < V
         in_tile = in_v[:, None, None] & in_k[None, :, :]
+        if SKIPS:
+            read = rows_to_read(head_norms, tolerance, v_first + i * BV, V, squares, hist + 1 > L, BV)
+            in_tile &= (vi < read)[:, None, None]
         S = tl.load(S_head + (v_first + i * BV) * K, mask=in_tile, other=0.0).to(tl.float32)
         u_old = tl.load(u_ring + row[:, None] * V + vi[None, :],
                         mask=past[:, None] & in_v[None, :], other=0.0)  # fmt: skip
@@ -226,15 +238,15 @@ def decode(
         S_start = state + slot * s_state + hv * (V * K)
         for i in range(TILES):
             fold_rows(S_start, S_start, u_ring, k_ring, g_ring, start, hist, R,
-                      v_first + i * BV + vb, V, K, rand_seed, slot, layer, hv, NK, KI,
-                      PER_CHANNEL, L2NORM, STOCHASTIC)  # fmt: skip
+                      v_first + i * BV + vb, V, K, rand_seed, slot, layer, hv, head_norms, NK, KI,
+                      PER_CHANNEL, L2NORM, STOCHASTIC, SKIPS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
 def verify(
     state, u_cache, k_cache, g_cache, ring_start, hist_len,
     q, k, v, g, beta, out, A_log, dt_bias, lower_bound, scale,
-    state_indices, ring_indices, pad_slot, lens, rand_seed, layer, parents,
+    state_indices, ring_indices, pad_slot, lens, rand_seed, layer, norms, tolerance, parents,
     s_state, s_u, h_u, s_k, h_k, s_g, h_g,
     b_q, b_k, b_v, b_g, b_beta, b_out, t_q, t_k, t_v, t_g, t_beta, t_out,
     R, L, T,
@@ -244,6 +256,7 @@ def verify(
     RAW: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr,
     TREE: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Up to `T <= BT` tokens a row, chains or trees. Grid: (value tiles of all heads, rows)."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -269,7 +282,8 @@ def verify(
 
     S_tile = state + slot * s_state + hv * (V * K) + vi[:, None] * K + ki[None, :]
     in_tile = in_v[:, None] & in_k[None, :]
-    S = tl.load(S_tile, mask=in_tile, other=0.0).to(tl.float32)
+    if not SKIPS:
+        S = tl.load(S_tile, mask=in_tile, other=0.0).to(tl.float32)
 
     # Keys and queries of the step as one operand: rows 0..BT-1 are keys, BT..2BT-1 queries.
     start, hist = tl.load(ring_start + ring), tl.load(hist_len + ring)
@@ -303,6 +317,9 @@ def verify(
         wide = k_old.to(tl.float32)
         k_norm *= inverse_root(tl.sum(wide * wide, 1) + 1e-6)
 
+    head_norms = norms
+    if SKIPS:
+        head_norms += (ring * HV + hv) * ((V + 15) // 16)
     if PER_CHANNEL:
         later = tl.load(g_ring + behind[:, None] * K + ki[None, :],
                         mask=(j + 1 < hist)[:, None] & in_k[None, :], other=0.0)  # fmt: skip
@@ -328,6 +345,11 @@ def verify(
         k_old = k_old.to(tl.float32) * k_norm[:, None] * exponential(tl.cumsum(later, 0, reverse=True))
         score = tl.dot(X_path, tl.trans(k_old), input_precision="tf32x3")
         X_path *= exponential(oldest + tl.sum(later, 0))[None, :]
+        if SKIPS:
+            squares = tl.max(tl.sum(X_path * X_path, 1), 0)
+            read = rows_to_read(head_norms, tolerance, tile * BV, V, squares, hist + count > L, BV)
+            in_tile &= (vi < read)[:, None]
+            S = tl.load(S_tile, mask=in_tile, other=0.0).to(tl.float32)
         SX = tl.dot(S, tl.trans(X_path), input_precision="tf32x3")
     else:
         later = tl.load(g_ring + behind, mask=j + 1 < hist, other=0.0)
@@ -341,6 +363,12 @@ def verify(
         path = tl.sum(tl.where(ancestors, g_new[None, :], 0.0), 1)
         both = tl.reshape(tl.permute(tl.join(path, path), (1, 0)), (2 * BT,))
         fade = x_norm * exponential(both)
+        if SKIPS:
+            X_read = X * (fade * exponential(oldest + tl.sum(later, 0)))[:, None]
+            squares = tl.max(tl.sum(X_read * X_read, 1), 0)
+            read = rows_to_read(head_norms, tolerance, tile * BV, V, squares, hist + count > L, BV)
+            in_tile &= (vi < read)[:, None]
+            S = tl.load(S_tile, mask=in_tile, other=0.0).to(tl.float32)
         if SPLIT:
             score = bf16_dot(X_raw, tl.trans(k_old), tl.zeros([2 * BT, BL], tl.float32), INTERPRET)
         else:
@@ -393,7 +421,8 @@ def verify(
     if hist + count > L:
         S_start = state + slot * s_state + hv * (V * K)
         fold_rows(S_start, S_start, u_ring, k_ring, g_ring, start, hist, R,
-                  vi, V, K, rand_seed, slot, layer, hv, NK, KI, PER_CHANNEL, L2NORM, STOCHASTIC)  # fmt: skip
+                  vi, V, K, rand_seed, slot, layer, hv, head_norms, NK, KI, PER_CHANNEL, L2NORM,
+                  STOCHASTIC, SKIPS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -424,5 +453,5 @@ def materialize(
     g_ring = of_layer(entry, 3, g_cache, ALIGNED) + ring * s_g + hv * h_g
     first, records = tl.load(ring_start + ring), tl.load(count + b).to(tl.int32)
     fold_rows(inner + origin * s_state, inner + place * s_state, u_ring, k_ring, g_ring, first,
-              records, R, vi, V, K, rand_seed, place, layer + tl.load(entry + 4).to(tl.int32), hv, NK, KI,
-              PER_CHANNEL, L2NORM, STOCHASTIC)  # fmt: skip
+              records, R, vi, V, K, rand_seed, place, layer + tl.load(entry + 4).to(tl.int32), hv, None,
+              NK, KI, PER_CHANNEL, L2NORM, STOCHASTIC, False)  # fmt: skip

@@ -18,9 +18,11 @@ from replayssm.kernels.triton_backend.common import (
     locate,
     of_layer,
     random_words,
+    rows_to_read,
     sigmoid,
     softplus,
     state_dot,
+    store_norms,
     store_rounded,
     store_stochastic,
 )
@@ -37,8 +39,8 @@ def along_n(x):
 
 @triton.jit
 def fold_rows(source, target, x_ring, B_ring, dt_ring, rate, start, count, R, p, P, N: tl.constexpr,
-              rand_seed, slot, layer, head, NN: tl.constexpr, NI: tl.constexpr,
-              STOCHASTIC: tl.constexpr):  # fmt: skip
+              rand_seed, slot, layer, head, head_norms, NN: tl.constexpr, NI: tl.constexpr,
+              STOCHASTIC: tl.constexpr, SKIPS: tl.constexpr):  # fmt: skip
     """Rows `p` of the state `[P, N]` at `source` after the first `count` records, to `target`.
 
     Record by record on fp32 lanes: a tensor core would cut sums off towards zero, and a sum of exponents
@@ -58,9 +60,11 @@ def fold_rows(source, target, x_ring, B_ring, dt_ring, rate, start, count, R, p,
         S = S * exponential(rate * dt) + (dt * x)[:, None, None] * B[None, :, :]
     if STOCHASTIC:
         words = random_words(rand_seed, slot, layer, head * P + p, N, NN * NI)
-        store_stochastic(target + at, S, inside, tl.reshape(words, S.shape))
+        stored = store_stochastic(target + at, S, inside, tl.reshape(words, S.shape))
     else:
-        store_rounded(target + at, S, inside)
+        stored = store_rounded(target + at, S, inside)
+    if SKIPS:
+        store_norms(head_norms, stored, p, P)
 
 
 @triton.jit
@@ -76,7 +80,7 @@ def time_step(dt, dt_bias, head, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr)
 def decode(
     state, x_cache, B_cache, dt_cache, ring_start, hist_len,
     x, dt, A, B, C, out, D, z, dt_bias,
-    state_indices, ring_indices, pad_slot, lens, rand_seed, layer,
+    state_indices, ring_indices, pad_slot, lens, rand_seed, layer, norms, tolerance,
     s_state, s_x, h_x, s_B, h_B, s_dt, h_dt,
     b_x, b_dt, b_B, b_C, b_out, b_z, t_x, t_dt, t_B, t_C, t_out, t_z,
     R, L,
@@ -85,7 +89,7 @@ def decode(
     NN: tl.constexpr, NI: tl.constexpr, BL: tl.constexpr,
     HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SKIPS: tl.constexpr,
 ):  # fmt: skip
     """One token a row. A program serves `TILES` head_dim tiles of a head, their loads in a pipeline.
 
@@ -137,11 +141,18 @@ def decode(
         if head % (H // G) == 0:
             tl.store(B_ring + new * N + n, B_raw, mask=in_n)
 
+    head_norms = norms
+    if SKIPS:
+        head_norms += (ring * H + head) * ((P + 15) // 16)
+        squares = tl.sum(tl.sum(C_read * C_read, 0), 0)
     S_head = state + slot * s_state + head * (P * N) + pb[:, None, None] * N + n[None, :, :]
     for i in tl.range(0, TILES, num_stages=STAGES):
         p = p_first + i * BP + pb
         in_p = p < P
         in_tile = in_p[:, None, None] & in_n[None, :, :]
+        if SKIPS:
+            read = rows_to_read(head_norms, tolerance, p_first + i * BP, P, squares, hist + 1 > L, BP)
+            in_tile &= (p < read)[:, None, None]
         S = tl.load(S_head + (p_first + i * BP) * N, mask=in_tile, other=0.0).to(tl.float32)
         x_old = tl.load(x_ring + row[:, None] * P + p[None, :],
                         mask=past[:, None] & in_p[None, :], other=0.0).to(tl.float32)  # fmt: skip
@@ -159,15 +170,15 @@ def decode(
         head_state = state + slot * s_state + head * (P * N)
         for i in range(TILES):
             fold_rows(head_state, head_state, x_ring, B_ring, dt_ring, rate, start, hist, R,
-                      p_first + i * BP + pb, P, N, rand_seed, slot, layer, head, NN, NI,
-                      STOCHASTIC)  # fmt: skip
+                      p_first + i * BP + pb, P, N, rand_seed, slot, layer, head, head_norms, NN, NI,
+                      STOCHASTIC, SKIPS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
 def verify(
     state, x_cache, B_cache, dt_cache, ring_start, hist_len,
     x, dt, A, B, C, out, D, z, dt_bias,
-    state_indices, ring_indices, pad_slot, lens, rand_seed, layer, parents,
+    state_indices, ring_indices, pad_slot, lens, rand_seed, layer, norms, tolerance, parents,
     s_state, s_x, h_x, s_B, h_B, s_dt, h_dt,
     b_x, b_dt, b_B, b_C, b_out, b_z, t_x, t_dt, t_B, t_C, t_out, t_z,
     R, L, T,
@@ -176,6 +187,7 @@ def verify(
     HAS_D: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_RING: tl.constexpr, HAS_LENS: tl.constexpr, VARLEN: tl.constexpr,
     TREE: tl.constexpr, SPLIT: tl.constexpr, INTERPRET: tl.constexpr, STOCHASTIC: tl.constexpr,
+    SKIPS: tl.constexpr,
 ):  # fmt: skip
     """Up to `T <= BT` tokens a row, chains or trees. Grid: (head_dim tiles of all heads, rows)."""
     NP: tl.constexpr = (P + BP - 1) // BP
@@ -200,7 +212,8 @@ def verify(
 
     S_tile = state + slot * s_state + head * (P * N) + p[:, None] * N + n[None, :]
     in_tile = in_p[:, None] & in_n[None, :]
-    S = tl.load(S_tile, mask=in_tile, other=0.0).to(tl.float32)
+    if not SKIPS:
+        S = tl.load(S_tile, mask=in_tile, other=0.0).to(tl.float32)
 
     start, hist = tl.load(ring_start + ring), tl.load(hist_len + ring)
     rate = tl.load(A + head).to(tl.float32)
@@ -223,6 +236,14 @@ def verify(
     B_old = tl.load(B_ring + row[:, None] * N + n[None, :], mask=past[:, None] & in_n[None, :], other=0.0)
     x_old = tl.load(x_ring + row[:, None] * P + p[None, :], mask=past[:, None] & in_p[None, :], other=0.0)
     C_new = C_raw.to(tl.float32)
+    head_norms = norms
+    if SKIPS:
+        head_norms += (ring * H + head) * ((P + 15) // 16)
+        C_read = C_new * tl.exp(rate * (tl.sum(dt_old, 0) + path))[:, None]
+        squares = tl.max(tl.sum(C_read * C_read, 1), 0)
+        read = rows_to_read(head_norms, tolerance, tile * BP, P, squares, hist + count > L, BP)
+        in_tile &= (p < read)[:, None]
+        S = tl.load(S_tile, mask=in_tile, other=0.0).to(tl.float32)
     if SPLIT:
         score = bf16_dot(C_raw, tl.trans(B_old), tl.zeros([BT, BL], tl.float32), INTERPRET)
     else:
@@ -269,7 +290,7 @@ def verify(
     if hist + count > L:
         head_state = state + slot * s_state + head * (P * N)
         fold_rows(head_state, head_state, x_ring, B_ring, dt_ring, rate, start, hist, R, p, P, N,
-                  rand_seed, slot, layer, head, NN, NI, STOCHASTIC)  # fmt: skip
+                  rand_seed, slot, layer, head, head_norms, NN, NI, STOCHASTIC, SKIPS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -301,5 +322,5 @@ def materialize(
         inner + origin * s_state, inner + place * s_state, x_ring, B_ring, dt_ring, rate,
         tl.load(ring_start + ring), tl.load(count + b).to(tl.int32), R,
         tile * BP + tl.arange(0, BP), P, N, rand_seed, place, layer + tl.load(entry + 5).to(tl.int32), head,
-        NN, NI, STOCHASTIC,
+        None, NN, NI, STOCHASTIC, False,
     )  # fmt: skip

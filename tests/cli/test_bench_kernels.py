@@ -30,11 +30,11 @@ from replayssm.cli.bench import (
     timing,
     worker,
 )
-from replayssm.cli.bench.cases import Case, Rows, schedule
+from replayssm.cli.bench.cases import WINDOW, Case, Rows, schedule
 from replayssm.cli.bench.contestant import Contestant
 from replayssm.cli.bench.contestants import PEERS, contestants, named
 from replayssm.cli.bench.measure import Checked, Room, check, measure, small_setup
-from replayssm.cli.bench.ours import Ours, ours_in
+from replayssm.cli.bench.ours import Ours, ours_in, ours_skipping
 from replayssm.cli.bench.run import Message, command_line, execute, start_worker
 from replayssm.cli.bench.timing import Bandwidth, Timing, summary
 from replayssm.cli.errors import CommandError
@@ -716,6 +716,54 @@ def test_a_key_dimension_that_blocks_do_not_divide_is_refused() -> None:
     kind = ours_in(Precision.parse("mxfp4/fp16"))
     assert "must divide the key dimension, got K=16" in str(kind.refuses(Case("tiny-gdn", 1)))
     assert kind.refuses(Case("gdn-hv64", 1)) is None
+
+
+@pytest.mark.usefixtures("tiny_geometries")
+@pytest.mark.parametrize("geometry", sorted(TINY))
+def test_a_share_of_states_is_left_unread(geometry: str) -> None:
+    """Every other head, in rows that do not flush, and again in each phase; a check measures its norms."""
+    case = Case(geometry, 2, rows=Rows.QUIET)
+    kind = named(case, "ours skip 0.5")
+    assert kind is ours_skipping(0.5)
+    assert check(kind, case, CPU, "torch", batches=(3,)).reason is None
+    for share, unread in ((0.0, False), (0.5, True)):
+        contestant = ours_skipping(share)(replace(small_setup(case, CPU, "torch"), empty=False))
+        contestant.setup.states[:, :, 1::2] = float("nan")
+        contestant.launch(0)
+        assert contestant.out[:, :, ::2].isfinite().all()
+        assert contestant.out[:, :, 1::2].isfinite().all() == unread
+    contestant = kind(replace(small_setup(Case(geometry, 2), CPU, "torch"), empty=False))
+    (skipping,) = contestant.skipping
+    assert skipping is not None
+    said, measured = skipping.norms.clone(), False
+    for phase in range(WINDOW):
+        contestant.phase(phase)
+        assert torch.equal(skipping.norms, said)
+        contestant.launch(0)
+        measured |= not torch.equal(skipping.norms, said)
+        contestant.finish()
+    assert measured, "no row has flushed"
+
+
+@pytest.mark.usefixtures("tiny_geometries")
+def test_a_run_times_shares_unread(tmp_path: Path) -> None:
+    file, printed = tmp_path / "skipping.json", list[str]()
+    kernels.main(
+        ["--geometry", "tiny-gdn", "--batch", "2", "--tokens", "1", "--rows", "quiet",
+         "--unread", "0,0.5", "--peers", "none", "--backend", "torch", "--json", str(file)],
+        printed.append, cpu_worker,
+    )  # fmt: skip
+    record = json.loads(file.read_text(encoding="utf-8"))
+    assert record["topic"] == "skipping"
+    assert [row["impl"] for row in record["rows"]] == ["ours", "ours skip 0", "ours skip 0.5"]
+    read = [row["bytes"] for row in record["rows"]]
+    state = 2 * traffic.state_bytes(Case("tiny-gdn", 2).layer, traffic.FP32)
+    assert read[0] - read[2] == state / 2
+    assert read[0] == read[1]
+    assert re.search(r"tiny-gdn/b2/t1/quiet +skip 0\.5 +12\.0 +1\.00", "\n".join(printed))
+    assert not re.search("NVFP4", "\n".join(printed)), "no target of precisions"
+    with pytest.raises(SystemExit):
+        kernels.main(["--unread", "2"], printed.append, cpu_worker)
 
 
 @pytest.mark.usefixtures("tiny_geometries")

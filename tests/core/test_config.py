@@ -202,3 +202,14 @@ def test_refused_files(tmp_path: Path, content: str, words: list[str]) -> None:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.yaml"):
         load(env={"REPLAYSSM_CONFIG": str(tmp_path / "absent.yaml")})
+
+
+def test_skip_tolerance() -> None:
+    assert ReplayConfig().skip_tolerance == 0
+    assert ReplayConfig.load(env={"REPLAYSSM_SKIP_TOLERANCE": "1e-3"}).skip_tolerance == 1e-3
+
+
+@pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan"), True, "much"])
+def test_refused_skip_tolerances(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"skip_tolerance: .*number"):
+        ReplayConfig(skip_tolerance=value)

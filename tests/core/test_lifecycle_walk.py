@@ -9,6 +9,8 @@ step (L15), and nothing reads or writes an engine's state before its ring is emp
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from hypothesis import settings
@@ -26,6 +28,7 @@ from replayssm import kernels
 from replayssm.core import LayerBuffers
 from replayssm.core.formats import PackedState
 from replayssm.kernels.torch_backend.formats import decode, encode
+from replayssm.kernels.torch_backend.skipping import row_norms
 from tests import oracle, support
 from tests.support import NAN, Tracked, Walk, draw, geometry, ints, make_layer, oracle_token, same_bits
 
@@ -37,7 +40,7 @@ class Lifecycle(RuleBasedStateMachine):
     """Slots of one cache and the sequences that own them."""
 
     act = torch.float32
-    precision = "fp32"
+    stored_as: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class Lifecycle(RuleBasedStateMachine):
     def layers(self) -> list[LayerBuffers]:
         shapes = {"mamba2": (4, 2, 3, 4), "gdn": (2, 1, 4, 5), "kda": (3, 3, 2, 4)}
         return [
-            make_layer(geometry(name, *shape), slots=SLOTS, precision=self.precision, act=self.act)
+            make_layer(geometry(name, *shape), slots=SLOTS, act=self.act, **self.stored_as)
             for name, shape in shapes.items()
         ]
 
@@ -284,6 +287,15 @@ class Lifecycle(RuleBasedStateMachine):
                 read = kernels.load_states(layer.read_state)[self.live]
                 assert same_bits(read, decode(encode(layer.read_state.format, values)))
 
+    @invariant()
+    def norms_are_not_stale(self) -> None:
+        """No row of a state that a step may leave unread is larger than its norm says."""
+        for layer in self.walk.layers:
+            if layer.skipping is not None:
+                read = layer.state if layer.read_state is None else layer.read_state
+                found = row_norms(kernels.load_states(read))[self.live]
+                assert (found <= layer.skipping.norms[self.live] * (1 + 1e-6)).all()
+
 
 class LowActivations(Lifecycle):
     act = torch.bfloat16
@@ -291,18 +303,24 @@ class LowActivations(Lifecycle):
 
 class LowStates(Lifecycle):
     act = torch.float16
-    precision = "bf16"
+    stored_as: ClassVar = {"precision": "bf16"}
 
 
 class ReadCopies(Lifecycle):
     """Outputs err by what is read; states are as exact as without a read copy."""
 
-    precision = "fp8/fp32"
+    stored_as: ClassVar = {"precision": "fp8/fp32"}
+
+
+class Skipped(Lifecycle):
+    """Outputs and states err by what is left unread besides."""
+
+    stored_as: ClassVar = {"skip_tolerance": 0.05}
 
 
 class StochasticReadCopies(Lifecycle):
     act = torch.bfloat16
-    precision = "int8/fp16+sr"
+    stored_as: ClassVar = {"precision": "int8/fp16+sr"}
 
 
 @pytest.mark.slow
@@ -313,6 +331,7 @@ class StochasticReadCopies(Lifecycle):
         (LowActivations, EXAMPLES // 2),
         (LowStates, EXAMPLES // 2),
         (ReadCopies, EXAMPLES // 8),
+        (Skipped, EXAMPLES // 5),
         (StochasticReadCopies, EXAMPLES // 10),
     ],
 )

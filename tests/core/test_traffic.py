@@ -205,3 +205,19 @@ def test_traffic_adds_and_scales_by_term() -> None:
     step = traffic.conventional(SUPER)
     assert step + step == step.scaled(2)
     assert (step + step).total == 2 * step.total
+
+
+def test_norms_are_counted() -> None:
+    """A norm for 16 value rows of each head, in memory, and read by every step; none without a tolerance."""
+    geometry = LayerGeometry(Rule.GDN, 32, 16, 128, 128)
+    plain, skips = (RingLayout(geometry, 16, 1, skip_tolerance=tolerance) for tolerance in (0.0, 0.01))
+    norms = 32 * 8 * 4
+    assert (plain.norm_bytes, skips.norm_bytes) == (0, norms)
+    assert traffic.sequence_memory(skips).ring - traffic.sequence_memory(plain).ring == norms
+    found = skips.allocate_norms(3, "cpu")
+    assert found is not None
+    assert found.norms.nbytes == 3 * norms
+    assert plain.allocate_norms(3, "cpu") is None
+    before, after = traffic.replay(plain), traffic.replay(skips)
+    assert after.ring_read - before.ring_read == norms
+    assert after.ring_write - before.ring_write == norms * traffic.flush_cycle(16).flush_share

@@ -57,7 +57,7 @@ def test_params_are_those_of_the_source() -> None:
     [
         (
             StepConfig(Rule.KDA, 96, 1, torch.float16, 8, 2, 3, True),
-            {"WARPS": "1", "TOKENS": "8", "RECORDS": "2", "UNITS": "3"},
+            {"WARPS": "1", "TOKENS": "8", "RECORDS": "2", "UNITS": "3", "SKIPS": "0"},
         ),
         (
             SmallConfig(Rule.KDA, 96, 1, torch.float16, 1, 20, 32, True, KINDS),

@@ -66,7 +66,10 @@ def test_options_in_a_fresh_process(model: Path) -> None:
         model, "--enable-linear-replayssm", "--replayssm-window", "8",
         "--replayssm-precision", "nvfp4/fp16+sr", REPLAYSSM_BACKEND="torch", fresh=True,
     )  # fmt: skip
-    shown = {"window": 8, "backend": "torch", "precision": "nvfp4/fp16+sr", "speculation": False}
+    shown = {
+        "window": 8, "backend": "torch", "precision": "nvfp4/fp16+sr", "speculation": False,
+        "skip_tolerance": 0.0,
+    }  # fmt: skip
     assert found == [shown, False], text
 
 

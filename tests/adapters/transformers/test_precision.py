@@ -223,3 +223,40 @@ def test_formats_that_do_not_fit_a_model_are_refused() -> None:
 def test_the_log_line_names_the_copies(text: str) -> None:
     with enabled(zoo.BY_NAME["Mamba2ForCausalLM"].build(), text) as handle:
         assert handle.describe().endswith(f"; state {text}")
+
+
+@pytest.mark.one_version
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_reads_left_out(name: str) -> None:
+    """Under a tolerance that nothing stays under all is as without; a larger one changes something."""
+    ids = zoo.tokens(2, PROMPT + NEW)
+    found = {}
+    for tolerance in (0.0, 1e-30, 0.1):
+        model = zoo.BY_NAME[name].build()
+        handle = enable(model, window=8, skip_tolerance=tolerance)
+        assert ("left out" in handle.describe()) == (tolerance > 0)
+        found[tolerance] = decode(model, ids)
+    assert torch.equal(found[0.0], found[1e-30])
+    assert error(found[0.1], found[0.0]) > 0
+
+
+@pytest.mark.one_version
+def test_a_prompt_is_measured_by_nobody() -> None:
+    """Its states are new: norms are infinite until a step flushes, and go with their rows."""
+    model = zoo.BY_NAME["Mamba2ForCausalLM"].build()
+    enable(model, window=8, skip_tolerance=0.1)
+    cache = DynamicCache(config=model.config)
+    options = {zoo.cache_keyword(model): cache}
+    ids = zoo.tokens(2, 24)
+    with torch.no_grad():
+        model(ids[:, :4], **options)
+        session: Any = cache.session
+        norms = [layer.skipping.norms for layer in session._replay.layers]
+        assert all((each == float("inf")).all() for each in norms)
+        for at in range(4, 16):
+            model(ids[:, at : at + 1], **options)
+        assert all(each.isfinite().all() for each in norms)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        for each, layer in zip(norms, session._replay.layers, strict=True):
+            assert torch.equal(layer.skipping.norms, each[[1, 1]])
+        model(ids[:, 16:20], **options)

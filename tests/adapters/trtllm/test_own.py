@@ -11,6 +11,7 @@ import pytest
 from replayssm.adapters.trtllm.activation import install
 from replayssm.adapters.trtllm.served import rings_of
 from replayssm.adapters.trtllm.settings import Settings
+from replayssm.kernels.torch_backend.skipping import row_norms
 from tests.adapters.trtllm.engine import KINDS, RULES, Server
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -94,3 +95,22 @@ def test_longer_steps_and_windows_than_the_engines_own_replay(rule: str) -> None
     """It takes 8 tokens a step and a history of 16 at most, for Gated DeltaNet."""
     server, _ = serve("cpp", rule, 9, settings=replace(SETTINGS, window=20))
     assert walk(server, seed=3, steps=25)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_norms_follow_the_states(rule: str) -> None:
+    """Behind every step no row of a running request's state is larger than its norm says."""
+    server, rings = serve("cpp", rule, 3, settings=replace(SETTINGS, window=4, skip_tolerance=1e-3))
+    seen: list[bool] = []
+
+    def look() -> None:
+        for layer, states in enumerate(server.states()):
+            for request, ring in rings._ring_of.items():
+                found = row_norms(states[server.slot(server.requests[request])].float()[None])[0]
+                norms = rings.skipping.norms[layer, ring]
+                assert (found <= norms * (1 + 1e-6)).all()
+                seen.append(bool(norms.isfinite().all()))
+
+    assert walk(server, seed=3, steps=40, after=look)
+    assert any(seen)
+    assert not all(seen)

@@ -33,6 +33,10 @@ def test_every_key(tmp_path: Path) -> None:
     assert loaded(tmp_path, text) == Settings(24, "torch", Precision.parse("bf16"), 5, "borrow")
 
 
+def test_skip_tolerance(tmp_path: Path) -> None:
+    assert loaded(tmp_path, "skip_tolerance: 0.01").skip_tolerance == 0.01
+
+
 @pytest.mark.parametrize("given", ["{read: nvfp4, recurrence: fp16+sr}", "nvfp4/fp16+sr"])
 def test_a_copy_to_read(given: str, tmp_path: Path) -> None:
     settings = loaded(tmp_path, f"precision: {given}")
@@ -55,6 +59,11 @@ def test_a_copy_to_read(given: str, tmp_path: Path) -> None:
         ("precision: {read: nvfp4, recurrence: fp8+sr}", r"precision 'nvfp4/fp8\+sr': the states stay in"),
         ("precision: fp16+sr\nmode: borrow", r"'fp16\+sr': under mode borrow of TensorRT-LLM the states are"),
         ("precision: nvfp4/fp32\nmode: borrow", r"adapter.yaml: precision 'nvfp4/fp32': under mode borrow"),
+        (
+            "skip_tolerance: 1e-3\nmode: borrow",
+            "skip_tolerance 0.001: in mode borrow the engine empties rings",
+        ),
+        ("skip_tolerance: -1", "adapter.yaml: skip_tolerance: expected a finite number of at least 0"),
         ("- own", "expected lines 'name: value', got a list"),
         ("mode: [", "is not valid YAML"),
     ],
