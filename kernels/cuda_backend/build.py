@@ -334,7 +334,7 @@ class ReadBlocksConfig:
 
     @property
     def most_programs(self) -> int:
-        """Programs that a multiprocessor holds at a time, with 128 registers a lane, or of more tokens 168."""
+        """Programs that a multiprocessor holds at a time, with 128 registers a lane; of more tokens, 168."""
         most = 16 if self.tokens == 1 else 12
         return min(most, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED))
 
