@@ -147,7 +147,7 @@ def draw(
     if geo.rule == "mamba2":
         assert layer.A is not None
         dt = 0.05 + 0.5 * uniform(HV)
-        dt = torch.where(uniform(HV) < (strong < 0) / 7, strong / layer.A, dt)
+        dt = torch.where(uniform(HV) < (strong < 0) / 7, strong / layer.A.cpu(), dt)
         return {"x": normal(HV, V), "dt": dt, "B": normal(H, K), "C": normal(H, K)}
     channel = (K,) if geo.rule == "kda" else ()
     g = -0.5 * uniform(HV, *channel)
