@@ -133,6 +133,26 @@ def resolve(name: str, device: torch.device, call: StepCall | None = None) -> Mo
     return _resolve(name, device.type, call)
 
 
+def resolve_serving(name: str, device: torch.device, call: StepCall | None = None) -> ModuleType:
+    """As `resolve`, for an engine that is about to serve: with `auto` a GPU is not left to the torch backend.
+
+    That serves every call, many times slower than kernels do; who wants it names it.
+
+    Raises:
+        ValueError: as `resolve`.
+        BackendUnavailable: as `resolve`; or with `auto` no backend of the device's own serves the call.
+    """
+    module = resolve(name, device, call)
+    *kernels, last = PREFERENCE.get(device.type, ("torch",))
+    if call is None or name != "auto" or not kernels or module.__name__ != BACKENDS[last]:
+        return module
+    reasons = "; ".join(f"{each}: {_serves(each, device.type, call)[1]}" for each in kernels)
+    raise BackendUnavailable(
+        f"no kernels on {device.type} serve this {call.rule} step, and the {last} backend is many times "
+        f"slower ({reasons}): change precision or skip_tolerance, or name backend '{last}'"
+    )
+
+
 def resolve_operation(
     name: str, device: torch.device, operation: str, copies: str | None = None
 ) -> ModuleType:

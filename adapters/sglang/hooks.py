@@ -35,8 +35,7 @@ from replayssm.adapters.sglang.settings import (
 )
 from replayssm.adapters.sglang.storage import Storage
 from replayssm.core.geometry import Rule
-from replayssm.kernels.registry import StepCall
-from replayssm.kernels.registry import resolve as resolve_backend
+from replayssm.kernels.registry import StepCall, resolve_serving
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +198,7 @@ def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
         raise Incompatible(f"expected SGLang's states in {storage.dtype}, as asked, got {states.dtype}")
     plain = storage.precision.plain and not settings.skip_tolerance
     call = None if plain else StepCall.of_decoding(storage.layout, storage.precision)
-    backend = resolve_backend(settings.backend, states.device, call).__name__.rsplit(".", 1)[-1]
+    backend = resolve_serving(settings.backend, states.device, call).__name__.rsplit(".", 1)[-1]
     rates = _rates(model_runner.model, len(states)) if rule is Rule.MAMBA2 else None
     with mamba_pool.memory_saver_adapter.region(_memory_type()):
         rings, read_states = storage.allocate(len(states), states.shape[1], states.device)

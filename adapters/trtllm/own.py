@@ -49,7 +49,7 @@ from replayssm.core.formats import state_bytes
 from replayssm.core.geometry import Rule
 from replayssm.core.layout import RingLayout
 from replayssm.core.precision import Precision, parse_format
-from replayssm.kernels.registry import BackendUnavailable, StepCall, resolve
+from replayssm.kernels.registry import BackendUnavailable, StepCall, resolve_serving
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ def _backend(settings: Settings, state: torch.Tensor, layout: RingLayout) -> str
         stored = parse_format(state.dtype)
         call = StepCall.of_decoding(layout, settings.precision or Precision(stored, stored))
     try:
-        module = resolve(settings.backend, state.device, call)
+        module = resolve_serving(settings.backend, state.device, call)
     except BackendUnavailable as error:
         if call is None:
             raise

@@ -154,6 +154,26 @@ def test_auto_passes_over_a_refusal_and_says_so_once(fake: Fake, caplog: pytest.
     ]
 
 
+def test_a_gpu_is_not_left_to_torch(fake: Fake) -> None:
+    """With `auto` an engine learns at its start that only torch would serve; named, or unasked, torch may."""
+    torch_like, cuda = fake("torch"), fake("cuda", refuses=no_trees)
+    assert registry.resolve_serving("auto", CPU, step_call()) is cuda
+    tree = step_call(tree=True)
+    assert registry.resolve("auto", CPU, tree) is torch_like
+    with pytest.raises(
+        BackendUnavailable,
+        match=r"no kernels on cpu serve this gdn step, and the torch backend is many times slower "
+        r"\(cuda: takes no draft trees\): change precision or skip_tolerance, or name backend 'torch'",
+    ):
+        registry.resolve_serving("auto", CPU, tree)
+    assert registry.resolve_serving("torch", CPU, tree) is torch_like
+    assert registry.resolve_serving("auto", CPU) is cuda
+
+
+def test_where_there_are_no_kernels_torch_serves() -> None:
+    assert registry.resolve_serving("auto", CPU, step_call(tree=True)) is torch_backend
+
+
 def test_no_backend_serves_the_call(fake: Fake) -> None:
     fake("cuda", refuses=no_trees)
     with pytest.raises(BackendUnavailable, match="no backend can run on cpu: cuda: takes no draft trees"):
