@@ -345,3 +345,21 @@ DEVICE i64 issue_index(const void* p, int at, int kind) {
     const uint2 x = issue8((const i64*)p + at);
     return (i64)((u64)x.y << 32 | x.x);
 }
+
+#ifdef STATE_INDEX
+// A row of a step: its slot and its ring, its first token among packed ones, and how many it brings.
+struct StepRow {
+    i64 slot, ring, first, tokens;
+};
+DEVICE StepRow row_of(const Params& p, int b) {
+    StepRow row = {b, b, 0, p.T};
+    if (STATE_INDEX) row.slot = row.ring = issue_index(p.state_indices, b, STATE_INDEX);
+    if (RING_INDEX) row.ring = issue_index(p.ring_indices, b, RING_INDEX);
+    if (LENS) {
+        i64 tokens = issue_index(p.lens, b, LENS);
+        if (VARLEN) row.first = tokens, tokens = issue_index(p.lens, b + 1, LENS) - tokens;
+        row.tokens = tokens < 0 ? 0 : tokens < p.T ? tokens : p.T;
+    }
+    return row;
+}
+#endif

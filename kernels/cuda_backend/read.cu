@@ -57,16 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) replay_step(const __
     follow();
     if (head >= p.heads) return;
 
-    // the row, and its tokens
-    i64 slot = b, first = 0, tokens = p.T;
-    if (STATE_INDEX) slot = issue_index(p.state_indices, b, STATE_INDEX);
-    i64 ring = slot;
-    if (RING_INDEX) ring = issue_index(p.ring_indices, b, RING_INDEX);
-    if (LENS) {
-        tokens = issue_index(p.lens, b, LENS);
-        if (VARLEN) first = tokens, tokens = issue_index(p.lens, b + 1, LENS) - first;
-        tokens = tokens < 0 ? 0 : tokens < p.T ? tokens : p.T;
-    }
+    const auto [slot, ring, first, tokens] = row_of(p, b);
     const bool alive = slot >= 0 && ring >= 0 && !(STATE_INDEX && slot == p.pad_slot);
     const int count = alive ? (int)tokens : 0;
     const int written = VARLEN ? count : p.T;  // tokens whose output this row owns

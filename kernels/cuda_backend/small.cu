@@ -143,16 +143,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) replay_step(const __gri
     const int part = grid_x() % PARTS, head = grid_x() / PARTS, key_head = head / GROUP;
     const int v_warp = part * ROWS + warp * MINE;
 
-    // the row, and its tokens
-    i64 slot = b, first = 0, tokens = p.T;
-    if (STATE_INDEX) slot = issue_index(p.state_indices, b, STATE_INDEX);
-    i64 ring = slot;
-    if (RING_INDEX) ring = issue_index(p.ring_indices, b, RING_INDEX);
-    if (LENS) {
-        tokens = issue_index(p.lens, b, LENS);
-        if (VARLEN) first = tokens, tokens = issue_index(p.lens, b + 1, LENS) - first;
-        tokens = tokens < 0 ? 0 : tokens < p.T ? tokens : p.T;
-    }
+    const auto [slot, ring, first, tokens] = row_of(p, b);
     const int brought = (int)tokens;
     const i64 batch = VARLEN ? 0 : b, from = VARLEN && brought == 0 ? 0 : first;
     // A token that is not there is read as the last one that is: nothing asks for what comes of it.
