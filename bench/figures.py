@@ -2,8 +2,8 @@
 
 A document marks a place with `<!-- figures:NAME -->` and `<!-- /figures -->`; what lies between is
 replaced. NAME is a topic, whose newest file in `bench/results` is read, or a study in one
-(`accuracy-STUDY`), or `plan`, `precision-plan` or `requests-in-flight`, which are predicted. The plots of
-the kernels and of the precisions are drawn beside their tables.
+(`accuracy-STUDY`, `accuracy-examples-STUDY`), or `plan`, `precision-plan` or `requests-in-flight`, which
+are predicted. The plots of the kernels and of the precisions are drawn beside their tables.
 
     python bench/figures.py            # rewrite
     python bench/figures.py --check    # status 1 where a document is not what this would write
@@ -209,9 +209,9 @@ def profiles(rows: Sequence[dict[str, Any]]) -> list[list[list[str]]]:
     return made
 
 
-def accuracy(study: str, results: Path = RESULTS) -> str:
-    """One study of the newest record of topic `accuracy`: a table for each model, or one for all."""
-    rows = tables.labelled(_record("accuracy", results)["rows"])
+def accuracy(study: str, results: Path = RESULTS, topic: str = "accuracy") -> str:
+    """One study of the newest record of a topic: a table for each model, or one for all."""
+    rows = tables.labelled(_record(topic, results)["rows"])
     rows = [row for row in rows if row["study"] == study]
     if not rows:
         return "Not in this record.\n"
@@ -223,6 +223,13 @@ def accuracy(study: str, results: Path = RESULTS) -> str:
         size = f"{own[0]['parameters'] / 1e6:.1f} million parameters"
         parts += [f"**{model}** ({own[0]['rule']}, {size})", table.markdown(tables.BY_MODEL[study](own))]
     return "\n\n".join(parts) + "\n"
+
+
+def split_gain(results: Path = RESULTS) -> str:
+    """What a copy to read beside another gains over one copy, of all models that were given text."""
+    records = (_record(topic, results) for topic in ("accuracy", "accuracy-examples"))
+    rows = [row for record in records for row in tables.labelled(record["rows"])]
+    return table.markdown(tables.split_gain([row for row in rows if row["study"] == "teacher-forced"])) + "\n"
 
 
 def recalled(results: Path = RESULTS) -> str:
@@ -323,6 +330,9 @@ def draw_precision(path: Path, results: Path = RESULTS) -> None:
 FIGURES: dict[str, Callable[[], str]] = {
     **{f"accuracy-{study}": partial(accuracy, study) for study in (*tables.BY_MODEL, *tables.OVER_MODELS)},
     "accuracy-source": partial(study_source, "accuracy"),
+    "accuracy-examples-teacher-forced": partial(accuracy, "teacher-forced", topic="accuracy-examples"),
+    "accuracy-split-gain": split_gain,
+    "accuracy-examples-source": partial(study_source, "accuracy-examples"),
     "e2e-sglang": e2e_sglang,
     "e2e-sglang-mtp": partial(e2e_sglang, "e2e-sglang-mtp"),
     "e2e-sglang-nemotron": partial(e2e_sglang, "e2e-sglang-nemotron"),

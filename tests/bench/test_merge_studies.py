@@ -63,6 +63,35 @@ def test_rows_come_in_the_order_of_one_run(script: ModuleType, tmp_path: Path) -
     assert merged["date"] == "2026-01-03"
 
 
+def written(precision: str, bits: float) -> dict[str, Any]:
+    return {**row("a", precision, study="generated"), "bits_per_byte": bits}
+
+
+def test_each_run_keeps_the_text_it_sampled_as_its_reference(script: ModuleType) -> None:
+    """Numbers are a model's own; text that is only judged is kept once."""
+    parts = [
+        record(row("b", "fp32"), written("fp32", 1.0), written("the text itself", 2.0), written("bf16", 1.1)),
+        record({**written("fp32", 3.0), "model": "b"}),
+        record(written("fp32", 1.25), written("the text itself", 2.0), written("nvfp4+sr", 1.2)),
+    ]
+    found = [
+        (each["model"], each["precision"], each.get("bits_per_byte"), each.get("run"))
+        for each in script.merge(parts)["rows"]
+    ]
+    assert found == [
+        ("b", "fp32", None, None), ("b", "fp32", 3.0, None), ("a", "fp32", 1.0, 1), ("a", "fp32", 1.25, 2),
+        ("a", "the text itself", 2.0, None), ("a", "bf16", 1.1, 1), ("a", "nvfp4+sr", 1.2, 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("the text itself", 2.01), ("bf16", 1.1)])
+def test_text_that_may_not_differ(script: ModuleType, precision: str, bits: float) -> None:
+    """Given text says that both had the model; of one precision two texts have two references."""
+    first = record(written("fp32", 1.0), written("the text itself", 2.0), written("bf16", 1.1))
+    with pytest.raises(ValueError, match=f"differ in a, bf16, generated, {precision}, 1: leave one"):
+        script.merge([first, record(written("fp32", 1.0), written(precision, bits))])
+
+
 @pytest.mark.parametrize(
     ("second", "message"),
     [

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from replayssm.cli.bench.accuracy import tables
+
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = {
     "date": "2026-01-02", "machine": "some CPU", "gpu": None, "versions": {"torch": "2.11"},
@@ -66,18 +68,56 @@ def test_a_model_in_two_dtypes(figures: ModuleType, results: Path) -> None:
         {**forced("fp32", 16, 0.0, 1.0), "model": "large", "dtype": "fp32"},
         {**forced("nvfp4+sr", 64, 5e-3, 1.0), "model": "large", "dtype": "bf16"},
         {"study": "trained", "model": "large", "dtype": "bf16", "parameters": 54_000_000, "steps": 1000,
-         "bytes_seen": 33e6, "training_bytes": 127e6, "seed": 0, "held_out": 1.25, "held_out_bf16": 1.251},
+         "seconds": 293.1, "bytes_seen": 33e6, "training_bytes": 127e6, "seed": 0,
+         "held_out": 1.25, "held_out_bf16": 1.251},
     ]  # fmt: skip
     record = {"topic": "accuracy", **HEAD, "command": "; ".join("abcdef"), "rows": rows}
     (results / "accuracy-h200-2026-01-02.json").write_text(json.dumps(record), encoding="utf-8")
     text = figures.accuracy("teacher-forced", results)
     assert "**large** (gdn, 2.0 million parameters)" in text
     assert "**large in bf16** (gdn, 2.0 million parameters)" in text
-    assert "| large | 54.0 M | 1,000 | 33 M | 127 M | 0 | 1.250 | 1.251 |" in figures.accuracy(
+    assert "| large | 54.0 M | 293 | 1,000 | 33 M | 127 M | 0 | 1.250 | 1.251 |" in figures.accuracy(
         "trained", results
     )
     source = figures.study_source("accuracy", results)
     assert source.endswith(": `a`; `b`; `c`; `d`; 2 more in that file, alike.\n")
+
+
+def written(precision: str, bits: float, repetition: float, same: float, run: int) -> dict[str, Any]:
+    return {
+        "study": "generated", "model": "large", "precision": precision, "first": 1, "last": 16,
+        "bits_per_byte": bits, "repetition": repetition, "same_tokens": same, "run": run,
+    }  # fmt: skip
+
+
+def test_text_that_several_runs_sampled_is_shown_as_a_range() -> None:
+    rows = [written("fp32", 0.58, 0.301, 640, 1), written("bf16", 0.7, 0.2, 216.4, 1),
+            written("fp32", 0.64, 0.26, 640, 2), written("fp32", 0.6, 0.304, 640, 3)]  # fmt: skip
+    assert tables.generated(rows) == [
+        ["precision", "bits per byte, 1-16", "repeated, 1-16", "tokens as fp32"],
+        ["fp32", "0.58 to 0.64", "26% to 30%", "640"],
+        ["bf16", "0.70", "20%", "216"],
+    ]
+
+
+def test_what_a_read_copy_gains(figures: ModuleType, results: Path) -> None:
+    """Where the text ends; models that lack one of the precisions are no grounds for a ratio."""
+    alone = {**forced("nvfp4/fp16+sr", 64, 1e-3, 1.0), "model": "alone"}
+    at_end = {"nvfp4+sr": 9e-4, "nvfp4/fp16+sr": 3e-4, "bf16": 1e-4}
+    rows = [
+        forced(name, last, kl if last == 64 else 1.0, 1.0) for name, kl in at_end.items() for last in (16, 64)
+    ]
+    rows = [{**row, "model": "example"} for row in rows]
+    rows += [alone, {**forced("bf16", 64, 1e-4, 1.0), "model": "neither"}]
+    examples = {**HEAD, "topic": "accuracy", "rows": rows}
+    (results / "accuracy-examples-cpu-2026-01-02.json").write_text(json.dumps(examples), encoding="utf-8")
+    assert figures.split_gain(results).splitlines()[2:] == [
+        "| example | 17-64 | 9.0e-04 | 3.0e-04 | 1.0e-04 | 3.0 | 4.0 |",
+        "| alone | 17-64 | - | 1.0e-03 | - | - | - |",
+    ]
+    assert "| nvfp4+sr | 1.0e+00 | 9.0e-04 |" in figures.accuracy(
+        "teacher-forced", results, "accuracy-examples"
+    )
 
 
 def test_of_each_rule_the_model_decoded_farthest_is_drawn() -> None:

@@ -8,6 +8,9 @@ from typing import Any
 Rows = Sequence[Mapping[str, Any]]
 Lines = list[list[str]]
 
+SHARED, SPLIT, FLOOR = "nvfp4+sr", "nvfp4/fp16+sr", "bf16"
+"""One copy, a copy to read beside another, and what rounding alone comes to where activations are bf16."""
+
 
 def every(rows: Rows) -> dict[str, Lines]:
     """All tables of a record, by title."""
@@ -35,13 +38,13 @@ def labelled(rows: Rows) -> list[dict[str, Any]]:
 
 def trained(rows: Rows) -> Lines:
     """What models were trained on, how long, and how well they predict."""
-    head = ["model", "parameters", "steps", "bytes seen", "of", "seed", "bits per byte, held out", "in bf16"]
-    lines = [head]
+    head = ["model", "parameters", "seconds", "steps", "bytes seen", "of", "seed"]
+    lines = [[*head, "bits per byte, held out", "in bf16"]]
     for row in {row["model"]: row for row in rows}.values():
         sizes = [f"{row[name] / 1e6:.0f} M" for name in ("bytes_seen", "training_bytes")]
         scores = [f"{row[name]:.3f}" for name in ("held_out", "held_out_bf16")]
-        parameters = f"{row['parameters'] / 1e6:.1f} M"
-        lines.append([row["model"], parameters, f"{row['steps']:,}", *sizes, str(row["seed"]), *scores])
+        spent = [f"{row['parameters'] / 1e6:.1f} M", f"{row['seconds']:.0f}", f"{row['steps']:,}"]
+        lines.append([row["model"], *spent, *sizes, str(row["seed"]), *scores])
     return lines
 
 
@@ -65,22 +68,19 @@ def teacher_forced(rows: Rows) -> Lines:
 
 
 def generated(rows: Rows) -> Lines:
-    """One model's own texts: bits per byte and repetition by output length."""
+    """One model's own texts: bits per byte and repetition by output length, of several runs as a range."""
     spans = _values(rows, "first", "last")
-    head = [f"{name}, {_span(span)}" for name in ("bits per byte", "repeated") for span in spans]
-    lines = [["precision", *head, "tokens as fp32"]]
+    found = (("bits_per_byte", "bits per byte", ".2f"), ("repetition", "repeated", ".0%"))
+    titles = [f"{title}, {_span(span)}" for _, title, _ in found for span in spans]
+    lines = [["precision", *titles, "tokens as fp32"]]
     for precision in _values(rows, "precision"):
         own = [row for row in rows if row["precision"] == precision]
-        at = [_at(own, span) for span in spans]
-        bits = [f"{row['bits_per_byte']:.2f}" for row in at]
-        lines.append(
-            [
-                precision,
-                *bits,
-                *(f"{row['repetition']:.0%}" for row in at),
-                f"{own[0]['same_tokens']:.0f}",
-            ]
-        )
+        line = [precision]
+        for name, _, form in found:
+            for span in spans:
+                at = [row[name] for row in own if (row["first"], row["last"]) == span]
+                line.append(_range(at, form))
+        lines.append([*line, _range([row["same_tokens"] for row in own], ".0f")])
     return lines
 
 
@@ -109,6 +109,28 @@ def read_scales(rows: Rows) -> Lines:
     """Errors of what is read, by format and further scales."""
     named = [{**row, "copy": f"{row['format']}, {row['scales']}"} for row in rows]
     return _by_model(named, "copy", {"read": lambda row: f"{row['read_error']:.2%}"})
+
+
+def split_gain(rows: Rows) -> Lines:
+    """By model, how many times less a split NVFP4 state diverges than one copy, where the text ends.
+
+    With activations in bf16 any rounding at all moves the output about as far as bf16 states do, so the last
+    column leaves that much out of both.
+    """
+    lines = [["model", "positions", SHARED, SPLIT, FLOOR, "times", f"times, above {FLOOR}"]]
+    for model in _values(rows, "model"):
+        own = [row for row in rows if row["model"] == model]
+        span = max(_values(own, "first", "last"))
+        kl = {row["precision"]: row["kl_mean"] for row in own if (row["first"], row["last"]) == span}
+        if SPLIT not in kl:
+            continue
+        found = [_small(kl[name]) if name in kl else "-" for name in (SHARED, SPLIT, FLOOR)]
+        times = ["-", "-"]
+        if {SHARED, FLOOR} <= kl.keys():
+            above = (kl[SHARED] - kl[FLOOR]) / (kl[SPLIT] - kl[FLOOR])
+            times = [f"{kl[SHARED] / kl[SPLIT]:.1f}", f"{above:.1f}"]
+        lines.append([model, _span(span), *found, *times])
+    return lines
 
 
 BY_MODEL: dict[str, Callable[[Rows], Lines]] = {"teacher-forced": teacher_forced, "generated": generated}
@@ -140,6 +162,11 @@ def _over_all(rows: Rows, name: str) -> float:
 
 def _at(rows: Rows, span: tuple[int, int]) -> Mapping[str, Any]:
     return next(row for row in rows if (row["first"], row["last"]) == span)
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """The least and the largest, or both in one where they look the same."""
+    return " to ".join(dict.fromkeys(f"{value:{form}}" for value in (min(values), max(values))))
 
 
 def _span(span: tuple[int, int]) -> str:
