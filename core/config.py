@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
@@ -115,7 +115,7 @@ Tolerance = Annotated[float, BeforeValidator(_number), AfterValidator(_tolerance
 
 
 class ReplayConfig(BaseModel):
-    """Settings of replay decoding; immutable.
+    """Settings of replay decoding; immutable. A subclass has settings of one entry point alone.
 
     Attributes:
         window: L, the most records a step may see as history plus draft before it must flush.
@@ -143,7 +143,7 @@ class ReplayConfig(BaseModel):
         Raises:
             ConfigError: an unknown name, a value of the wrong kind, or `T_max > L`.
         """
-        _refuse_unknown(settings, "keyword")
+        _refuse_unknown(settings, "keyword", type(self).model_fields)
         try:
             super().__init__(**settings)
         except ValidationError as error:
@@ -168,7 +168,7 @@ class ReplayConfig(BaseModel):
         *,
         env: Mapping[str, str] = os.environ,
         **overrides: Any,
-    ) -> ReplayConfig:
+    ) -> Self:
         """Settings by precedence: keywords, then the environment, then the YAML file, then defaults.
 
         Args:
@@ -181,12 +181,12 @@ class ReplayConfig(BaseModel):
         Raises:
             ConfigError: an unknown name anywhere, a missing or malformed file, or unusable values.
         """
-        _refuse_unknown(overrides, "keyword")
-        variables = _read_env(env)
+        _refuse_unknown(overrides, "keyword", cls.model_fields)
+        variables = _read_env(env, cls.model_fields)
         file = path if path is not None else variables.pop(ENV_PATH, None)
         variables.pop(ENV_PATH, None)
         layers = [
-            _read_file(Path(file)) if file is not None else {},
+            _read_file(Path(file), cls.model_fields) if file is not None else {},
             {
                 name: _Setting(value, _variable(name))
                 for name, value in ((_field(v), variables[v]) for v in variables)
@@ -218,8 +218,7 @@ def _field(variable: str) -> str:
     return variable.removeprefix(ENV_PREFIX).lower()
 
 
-def _refuse_unknown(names: Iterable[object], what: str) -> None:
-    known = list(ReplayConfig.model_fields)
+def _refuse_unknown(names: Iterable[object], what: str, known: Collection[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(
@@ -228,8 +227,8 @@ def _refuse_unknown(names: Iterable[object], what: str) -> None:
             )
 
 
-def _read_env(env: Mapping[str, str]) -> dict[str, str]:
-    known = [*map(_variable, ReplayConfig.model_fields), ENV_PATH, *SWITCHES]
+def _read_env(env: Mapping[str, str], settings: Iterable[str]) -> dict[str, str]:
+    known = [*map(_variable, settings), ENV_PATH, *SWITCHES]
     ours = {name: value for name, value in env.items() if name.startswith(ENV_PREFIX) and value}
     for name in ours:
         if name not in known:
@@ -240,7 +239,7 @@ def _read_env(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in SWITCHES}
 
 
-def _read_file(path: Path) -> dict[str, _Setting]:
+def _read_file(path: Path, known: Collection[str]) -> dict[str, _Setting]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -256,7 +255,7 @@ def _read_file(path: Path) -> dict[str, _Setting]:
             f"{path}: expected a mapping such as 'window: 16', got a {type(content).__name__}; "
             "write one 'name: value' per line"
         )
-    _refuse_unknown(content, f"key in {path}:")
+    _refuse_unknown(content, f"key in {path}:", known)
     return {name: _Setting(value, str(path)) for name, value in content.items()}
 
 

@@ -24,6 +24,7 @@ from replayssm.adapters.sglang.patch_points import (
 from replayssm.adapters.sglang.settings import (
     DEFAULT_CACHE_LEN,
     ENV_SWITCH,
+    EngineConfig,
     Options,
     Settings,
     settle,
@@ -125,5 +126,5 @@ def _settings() -> str:
 
 def _kernels() -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module = resolve(ReplayConfig.load().backend, device)
+    module = resolve(EngineConfig.load().backend, device)
     return f"{module.__name__.rpartition('.')[2]} on {device.type}"

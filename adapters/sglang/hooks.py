@@ -74,6 +74,7 @@ def report_settings(original: Original, self: Any) -> Any:
             "precision": settings.precision,
             "speculation": settings.speculation,
             "skip_tolerance": settings.skip_tolerance,
+            "small_batch": settings.small_batch,
         }
     return result
 
@@ -203,9 +204,13 @@ def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
     with mamba_pool.memory_saver_adapter.region(_memory_type()):
         rings, read_states = storage.allocate(len(states), states.shape[1], states.device)
     seed = _first_seed() if storage.stochastic else None
-    pool = ReplayPool(storage.layout, states, rings, settings.backend, rates, read_states, seed)
-    # Compiles the kernel that makes states current: slot 0 is skipped by it.
-    pool.flush(torch.zeros(1, dtype=torch.int64, device=states.device))
+    pool = ReplayPool(
+        storage.layout, states, rings, settings.backend, rates, read_states, seed, settings.small_batch
+    )
+    # Compiles the kernel that makes states current, for indices as hooks and steps have them: slot 0 is
+    # skipped by it.
+    for dtype in (torch.int64, torch.int32):
+        pool.flush(torch.zeros(1, dtype=dtype, device=states.device))
     serve(mamba_pool, pool)
     setattr(slots.mamba_allocator, POOL, pool)
     mamba_pool.register_slot_state(pool)
@@ -216,6 +221,8 @@ def _give_rings(model_runner: Any, rule: Rule) -> ReplayPool | None:
     drafts = f"drafts of up to {settings.max_draft} tokens" if settings.speculation else "no drafts"
     if settings.skip_tolerance:
         drafts += f", reads under {settings.skip_tolerance:g} left out"
+    if settings.small_batch:
+        drafts += f", decode steps of up to {settings.small_batch} rows left to SGLang"
     logger.info(
         "replayssm: %d %s layers of SGLang %s; %s; window %d, %s; state %s; %s %.2f GB in %d slots",
         len(states), rule, installed_version(), backend, settings.window, drafts, storage.precision,
@@ -296,7 +303,7 @@ def _delta_decode(
     original: Original, self: Any, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, given: Any
 ) -> Any:
     served = layer_of(given["ssm_states"])
-    if served is None:
+    if served is None or _left_to_sglang(*served, given["cache_indices"]):
         return original(self, mixed_qkv, a, b, **given)
     pool, layer = served
     return decode.delta(
@@ -318,7 +325,8 @@ def mamba2_decode(
 ) -> None:
     """A Mamba-2 layer, in decode and in verification."""
     served = layer_of(state)
-    if served is None:
+    one_token = x.dim() == 3
+    if served is None or (one_token and _left_to_sglang(*served, given["state_batch_indices"])):
         original(state, x, dt, A, B, C, D, **given)
         return
     pool, layer = served
@@ -327,6 +335,14 @@ def mamba2_decode(
         given.get("dt_softplus", False), given["state_batch_indices"], given["out"],
         given.get("retrieve_parent_token"),
     )  # fmt: skip
+
+
+def _left_to_sglang(pool: ReplayPool, layer: int, slots: torch.Tensor) -> bool:
+    """Whether SGLang's own kernel takes a decode step; before the first layer all states are made current."""
+    left = pool.leaves(slots)
+    if left and layer == 0:
+        pool.fold(slots)
+    return left
 
 
 def end_of_delta_layer(
@@ -343,7 +359,7 @@ def end_of_delta_layer(
     served = layer_of(ssm_states)
     if served is not None:
         pool, layer = served
-        if layer == len(pool.rings) - 1:
+        if layer == len(pool.rings) - 1 and not pool.leaves(cache_indices):
             pool.commit(cache_indices)
 
 
@@ -364,7 +380,9 @@ def end_of_mamba2_layer(
     last = self.req_to_token_pool.mamba_pool.mamba_layer_ids[-1]
     if pool is not None and metadata.num_decodes and not metadata.is_target_verify and layer_id == last:
         first = metadata.num_prefills
-        pool.commit(metadata.mamba_cache_indices[first : first + metadata.num_decodes])
+        slots = metadata.mamba_cache_indices[first : first + metadata.num_decodes]
+        if not pool.leaves(slots):
+            pool.commit(slots)
     return result
 
 

@@ -52,6 +52,7 @@ class ReplayPool:
         cursors: start and history of each slot, shared by all layers.
         skipping: norms of all layers' states, `None` without a tolerance.
         backend: kernel backend.
+        small_batch: decode steps of at most that many rows are the engine's own.
         drafts: tokens of each row in the last verification.
         accepted: what is being committed of it, where its drafter tells more than the last nodes.
         arrived: requests' rows whose states another server has sent, and which have no read copies yet.
@@ -66,6 +67,7 @@ class ReplayPool:
         rates: Sequence[torch.Tensor] | None = None,
         read_states: Sequence[StateCopy] | None = None,
         seed: int | None = None,
+        small_batch: int = 0,
     ) -> None:
         """Give all slots of `states` empty rings.
 
@@ -77,6 +79,8 @@ class ReplayPool:
             rates: per layer `A` `[H]` fp32, for Mamba-2.
             read_states: per layer the read copies, where the layout is split.
             seed: the first of stochastic rounding, one more at each step; `None`: round to nearest.
+            small_batch: decode steps of at most that many rows are the engine's own; then there are no read
+                copies and no seed.
 
         Raises:
             ValueError: states of another shape than the layout's, or that kernels can't take.
@@ -94,6 +98,7 @@ class ReplayPool:
         self.rates = None if rates is None else tuple(rates)
         self.read_states = None if read_states is None else tuple(read_states)
         self.seed = None if seed is None else torch.tensor([seed], device=states.device)
+        self.small_batch = small_batch
         self._table = self._layers()
         self._handed_out: list[torch.Tensor] = []
         self.drafts = 0
@@ -195,15 +200,31 @@ class ReplayPool:
         if self.seed is not None:
             self.seed.add_(1)
 
+    # Steps that the engine's own kernels take.
+
+    def leaves(self, slots: torch.Tensor) -> bool:
+        """Whether a decode step of `slots` (`[B]` int, padded rows too) is the engine's own.
+
+        It is told by the number of rows alone, which a captured CUDA graph is for.
+        """
+        return 0 < len(slots) <= self.small_batch
+
+    def fold(self, slots: torch.Tensor) -> None:
+        """Make the states of `slots` (`[B]` int, padded rows negative or `PAD_SLOT`) current, rings empty.
+
+        Safe inside a captured CUDA graph: `settle` has come before.
+        """
+        rows = slots.clamp(min=PAD_SLOT).long()
+        history = self.cursors.history[rows]
+        self._write_states(slots, slots, history, history > 0)
+        self.cursors.history.index_fill_(0, rows, 0)
+
     # States that others read.
 
     def flush(self, slots: torch.Tensor) -> None:
         """Make the states of `slots` (`[B]` or `[]` int) current and their rings empty."""
         self.settle()
-        slots = slots.reshape(-1)
-        history = self._history(slots)
-        self._write_states(slots, slots, history, history > 0)
-        self._empty(slots)
+        self.fold(slots.reshape(-1))
 
     def snapshot(self, slots: torch.Tensor, targets: torch.Tensor) -> None:
         """Write the current states of `slots` into `targets` (both `[B]` int), whose rings become empty.

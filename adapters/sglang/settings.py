@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from replayssm.core.config import ConfigError, ReplayConfig
+from pydantic import Field
+
+from replayssm.core.config import ConfigError, Count, ReplayConfig
 from replayssm.core.precision import Precision
 from replayssm.kernels.registry import NAMES
 
@@ -27,6 +29,16 @@ DEFAULT_CACHE_LEN = 16
 
 SSM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """SGLang's name of each format that its own pool of states can have."""
+
+
+class EngineConfig(ReplayConfig):
+    """Settings of replay decoding beside kernels of the engine's own; immutable.
+
+    Attributes:
+        small_batch: decode steps of at most that many rows are left to the engine's kernels; 0: none.
+    """
+
+    small_batch: Annotated[Count, Field(ge=0)] = 0
 
 
 def switched_on(env: Mapping[str, str]) -> bool:
@@ -50,17 +62,20 @@ class Options:
         backend: kernel backend.
         window: L.
         precision: formats of the states, short.
+        small_batch: of `EngineConfig`.
     """
 
     config: str | None = None
     backend: str | None = None
     window: int | None = None
     precision: str | None = None
+    small_batch: int | None = None
 
     @property
     def given(self) -> list[str]:
         """The options that were given, as they are typed."""
-        return [f"--replayssm-{name}" for name, value in asdict(self).items() if value is not None]
+        names = [name.replace("_", "-") for name, value in asdict(self).items() if value is not None]
+        return [f"--replayssm-{name}" for name in names]
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,7 @@ class Settings:
         max_draft: the most tokens (tree nodes) of a request in one step.
         max_path: the most of them that one step may accept; `None`: all.
         skip_tolerance: of `ReplayConfig`.
+        small_batch: of `EngineConfig`.
     """
 
     window: int
@@ -84,6 +100,7 @@ class Settings:
     max_draft: int = 1
     max_path: int | None = None
     skip_tolerance: float = 0.0
+    small_batch: int = 0
 
     @property
     def ssm_dtype(self) -> str | None:
@@ -110,6 +127,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FORMATS",
         help="Format of states, or of a copy to read and the one that recurs, as in nvfp4/fp16+sr; the "
         "latter stands for --mamba-ssm-dtype.",
+    )
+    group.add_argument(
+        "--replayssm-small-batch",
+        type=int,
+        metavar="ROWS",
+        help="Decode steps of at most so many rows are left to SGLang's own kernels; 0, the default: none.",
     )
 
 
@@ -142,10 +165,20 @@ def settle(options: Options, cache_len: int, ssm_dtype: str | None) -> Settings:
         "window": window,
         "backend": options.backend,
         "precision": options.precision,
+        "small_batch": options.small_batch,
     }
-    config = ReplayConfig.load(options.config, **overrides)
+    config = EngineConfig.load(options.config, **overrides)
     precision = _served(config.precision) if "precision" in config.model_fields_set else None
-    settings = Settings(config.window, config.backend, precision, skip_tolerance=config.skip_tolerance)
+    if config.small_batch and not config.precision.plain:
+        raise ConfigError(
+            f"small_batch {config.small_batch} with precision {str(config.precision)!r}: small batches are "
+            "left to SGLang's kernels, which know one copy of the states and round it to nearest; expected "
+            f"{', '.join(SSM_DTYPES)}, or no small_batch"
+        )
+    settings = Settings(
+        config.window, config.backend, precision, skip_tolerance=config.skip_tolerance,
+        small_batch=config.small_batch,
+    )  # fmt: skip
     if precision is None:
         return settings
     if ssm_dtype not in (None, settings.ssm_dtype):

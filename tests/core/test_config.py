@@ -176,6 +176,22 @@ def test_an_error_names_where_the_value_came_from(file: Path) -> None:
         load(file, window=4)
 
 
+class _Wider(ReplayConfig):
+    more: int = 0
+
+
+def test_settings_of_one_entry_point_are_unknown_to_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("more: 1\n")
+    assert _Wider(more=3).more == 3
+    assert _Wider.load(file, env={}).more == 1
+    assert _Wider.load(file, env={"REPLAYSSM_MORE": "2"}).more == 2
+    assert _Wider.load(file, env={"REPLAYSSM_MORE": "2"}, more=3).more == 3
+    for given in ({"path": file, "env": {}}, {"env": {"REPLAYSSM_MORE": "2"}}, {"env": {}, "more": 3}):
+        with pytest.raises(ConfigError, match=r"(?i)unknown .*more"):
+            ReplayConfig.load(**given)
+
+
 def test_unknown_variables_with_our_prefix_are_refused_others_ignored() -> None:
     assert load(env={"REPLAY_WINDOW": "4"}).window == 16
     with pytest.raises(ConfigError, match=r"REPLAYSSM_WINDOWS .did you mean 'REPLAYSSM_WINDOW'"):

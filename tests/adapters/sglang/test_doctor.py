@@ -39,6 +39,7 @@ def test_all_is_well() -> None:
         ("SGLANG_PLUGINS", "another", {"plugin"}, "expected replayssm among the names"),
         ("REPLAYSSM_WINDOW", "wide", {"settings", "kernels"}, "window"),
         ("REPLAYSSM_BACKEND", "cuda", {"kernels"}, "backend 'cuda' cannot run on cpu"),
+        ("REPLAYSSM_SMALL_BATCH", "few", {"settings", "kernels"}, "small_batch"),
         ("REPLAYSSM_PRECISION", "nvfp4+sr", {"settings"}, "recurs lies in SGLang's own pool"),
     ],
 )

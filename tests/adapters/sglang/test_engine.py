@@ -98,32 +98,45 @@ def test_the_same_tokens_with_the_flag(rule: str, plain: Plain, tmp_path: Path) 
     assert varied > len(off["outputs"]) // 2, "a model that says one thing hides errors"
 
 
-@pytest.mark.parametrize("rule", FOLDERS)
-def test_mixed_chunks_and_retraction(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rule", "small"), [("gdn", 0), ("kda", 2), ("mamba2", 2)])
+def test_mixed_chunks_and_retraction(
+    rule: str, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L1, L11: prompts in chunks beside decode rows, and requests that are retracted and begin again.
+
+    With `small`, decode steps of up to so many rows are SGLang's own.
 
     Tokens alone: SGLang mixes no batch where a request asks for probabilities.
     """
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
     monkeypatch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "17")
+    monkeypatch.setenv("REPLAYSSM_SMALL_BATCH", str(small))
     model = convert(rule, tmp_path / rule)
     given = {**NO_BUFFER, "chunked_prefill_size": 16, "enable_mixed_chunk": True, "logs": False}
     off, _ = serve(model, **given)
     on, log = serve(model, **given, enable_linear_replayssm=True, linear_replayssm_cache_len=7)
     assert on["outputs"] == off["outputs"]
+    assert (f"decode steps of up to {small} rows left to SGLang" in log) == (small > 0)
     assert "cpu_engine: a mixed batch" in log
     assert re.search("#retracted_reqs: [1-9]", log), log[-3000:]
 
 
-@pytest.mark.parametrize("strategy", ["extra_buffer", "extra_buffer_lazy"])
-def test_overlap_and_an_extra_buffer(strategy: str, tmp_path: Path) -> None:
-    """L12, L18: SGLang's default settings; the prefix cache keeps states of decode steps in flight."""
+@pytest.mark.parametrize(("strategy", "small"), [("extra_buffer", 0), ("extra_buffer_lazy", 2)])
+def test_overlap_and_an_extra_buffer(
+    strategy: str, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L12, L18: SGLang's default settings; the prefix cache keeps states of decode steps in flight.
+
+    With `small`, decode steps of up to so many rows are SGLang's own.
+    """
+    monkeypatch.setenv("REPLAYSSM_SMALL_BATCH", str(small))
     model = convert("gdn", tmp_path / "gdn")
     given = {"mamba_radix_cache_strategy": strategy, "mamba_track_interval": 64, "scale": 5}
     off, _ = serve(model, max_total_tokens=4000, **given)
-    on, _ = serve(
+    on, log = serve(
         model, max_total_tokens=4000, **given, enable_linear_replayssm=True, linear_replayssm_cache_len=7
     )
+    assert (f"decode steps of up to {small} rows left to SGLang" in log) == (small > 0)
     assert_same(on, off)
     assert on["cached"] == off["cached"]
     assert sum(cached >= 128 for cached in off["cached"]) >= 2, "states that decode steps have left were used"

@@ -15,6 +15,7 @@ from tests.support import geometry, ints
 LAYERS, SLOTS, WINDOW = 2, 5, 4
 EVENTS: dict[str, tuple[Callable[[ReplayPool], object], int]] = {
     "flush": (lambda pool: pool.flush(ints([2])), 2),
+    "small batch": (lambda pool: pool.fold(ints([2])), 2),
     "adopt": (lambda pool: pool.adopt(ints([3])), 3),
     "prefill": (lambda pool: pool.renew(ints([2])), 2),
     "reset": (lambda pool: pool.reset_slots(ints([2])), 2),

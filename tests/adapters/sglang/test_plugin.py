@@ -24,7 +24,7 @@ from replayssm.adapters.sglang.patch_points import (
     Incompatible,
     PatchPoint,
 )
-from replayssm.core.config import ConfigError
+from replayssm.core.config import ConfigError, ReplayConfig
 from replayssm.core.formats import state_tensors
 from tests.adapters.sglang import processes
 from tests.adapters.sglang.engine import RULES, Engine, server_args, write_model
@@ -64,11 +64,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_options_in_a_fresh_process(model: Path) -> None:
     found, text = process(
         model, "--enable-linear-replayssm", "--replayssm-window", "8",
-        "--replayssm-precision", "nvfp4/fp16+sr", REPLAYSSM_BACKEND="torch", fresh=True,
+        "--replayssm-precision", "nvfp4/fp16+sr", "--replayssm-small-batch", "0", REPLAYSSM_BACKEND="torch",
+        fresh=True,
     )  # fmt: skip
     shown = {
         "window": 8, "backend": "torch", "precision": "nvfp4/fp16+sr", "speculation": False,
-        "skip_tolerance": 0.0,
+        "skip_tolerance": 0.0, "small_batch": 0,
     }  # fmt: skip
     assert found == [shown, False], text
 
@@ -305,6 +306,42 @@ def test_options_of_the_command_line(tmp_path: Path) -> None:
     assert settings.settle(options, 16, None).precision == "nvfp4/fp16+sr"
     typed = parser.parse_args(["--replayssm-config", str(file), "--replayssm-precision", "int8/fp32"])
     assert settings.settle(settings.read_options(typed), 16, None).precision == "int8/fp32"
+
+
+def test_small_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command line, the environment and the file; another entry point knows no such setting."""
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    (tmp_path / "settings.yaml").write_text("small_batch: 2\n")
+    monkeypatch.setenv("REPLAYSSM_CONFIG", str(tmp_path / "settings.yaml"))
+    assert settings.settle(settings.Options(), 16, None).small_batch == 2
+    monkeypatch.setenv("REPLAYSSM_SMALL_BATCH", "3")
+    assert settings.settle(settings.Options(), 16, None).small_batch == 3
+    typed = settings.read_options(parser.parse_args(["--replayssm-small-batch", "4"]))
+    assert typed.given == ["--replayssm-small-batch"]
+    assert settings.settle(typed, 16, None).small_batch == 4
+    with pytest.raises(ConfigError, match=r"small_batch: .*greater than or equal to 0, got -1"):
+        settings.settle(settings.Options(small_batch=-1), 16, None)
+    with pytest.raises(ConfigError, match="unknown environment variable REPLAYSSM_SMALL_BATCH"):
+        ReplayConfig.load()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", None])
+def test_small_batches_of_plain_states(precision: str | None) -> None:
+    given = settings.Options(precision=precision, small_batch=2)
+    assert settings.settle(given, 16, None).small_batch == 2
+
+
+@pytest.mark.parametrize("precision", ["fp16+sr", "nvfp4/fp16+sr", "bf16/fp32"])
+def test_small_batches_of_other_states_are_refused(
+    precision: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's kernels would leave a read copy behind, and round to nearest."""
+    monkeypatch.setenv("REPLAYSSM_SMALL_BATCH", "2")
+    monkeypatch.setenv("REPLAYSSM_PRECISION", precision)
+    message = rf"small_batch 2 with precision '{re.escape(precision)}': .* expected fp32, bf16, fp16, or no"
+    with pytest.raises(ConfigError, match=message):
+        resolved(model, enable_linear_replayssm=True)
 
 
 def test_the_off_switch_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
