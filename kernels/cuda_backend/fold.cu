@@ -42,8 +42,9 @@ constexpr int MATRIX_STRIDE = LR + 4;
 // Shared memory, in bytes.
 constexpr int AT_PAIRS = 0;                                    // see pair_chunk
 constexpr int AT_STARTS = AT_PAIRS + FOLD_TERMS * LR * K * 2;  // see start_chunk
+// keys as they come; likewise KDA's decays, or the values of another rule's
 constexpr int AT_KEYS = AT_STARTS + (KDA ? (CORRECTS ? START_TERMS : 0) : DELTA) * LR * K * 2;
-constexpr int AT_DECAYS = AT_KEYS + LR * K * 2;  // before it keys as they come; then values, but KDA's decays
+constexpr int AT_DECAYS = AT_KEYS + LR * K * 2, AT_VALUES = AT_DECAYS;
 constexpr int VALUES_STRIDE = WARPS * 16 * U_BYTES + 16;  // of records, in bytes
 constexpr int AT_TOTAL = AT_DECAYS + LR * (KDA ? K * 4 : VALUES_STRIDE);
 constexpr int AT_MATRIX = AT_TOTAL + (KDA ? K * 4 : 0);
@@ -723,7 +724,7 @@ DEVICE void fetch_records(const FoldParams& p, const Flush& row, int head, int t
 #pragma unroll
     for (int task = thread; task < LR * VALUES; task += THREADS) {
         const int j = task / VALUES, i = task % VALUES * 16;
-        copy_async(shared_memory + AT_DECAYS + j * VALUES_STRIDE + i, u_ring + at(j) * (V * U_BYTES) + i,
+        copy_async(shared_memory + AT_VALUES + j * VALUES_STRIDE + i, u_ring + at(j) * (V * U_BYTES) + i,
                    j < row.hist && (V % 16 == 0 || i < V * U_BYTES));
     }
 }
@@ -859,7 +860,7 @@ DEVICE void load_values(float (&u)[RECORDS][2][2], const char* ring, int start, 
 
 // Values of another rule's, which have come to shared memory.
 DEVICE void take_values(float (&u)[RECORDS][2][2], int v, int c) {
-    const unsigned char* const values = shared_memory + AT_DECAYS + v * U_BYTES;
+    const unsigned char* const values = shared_memory + AT_VALUES + v * U_BYTES;
 #pragma unroll
     for (int r = 0; r < RECORDS; r++)
 #pragma unroll
