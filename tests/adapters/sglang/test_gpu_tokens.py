@@ -66,7 +66,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Se
 
 
 def serve(model: Path, way: str, target: Path) -> Served:
-    """Run one engine. `TEST_LOGS` names a folder that keeps the logs."""
+    """Run one engine. `TEST_LOGS` names a folder that keeps the logs; it is made."""
     options = {
         "requests": REQUESTS, "dtype": "bfloat16", "sampling_backend": "pytorch", "grammar_backend": "none",
         "prefill_attention_backend": "triton", "decode_attention_backend": "triton",
@@ -88,6 +88,7 @@ def serve(model: Path, way: str, target: Path) -> Served:
     )
     log = result.stdout + result.stderr
     if folder := os.environ.get("TEST_LOGS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
         Path(folder, f"{target.name}.log").write_text(log, encoding="utf-8")
     return Served(json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}, log)
 
