@@ -113,7 +113,7 @@ def test_negligible_checkpoints_are_not_read(rule: str, tokens: int, backend: st
     without = run_step(layer, walk.cache, inputs, StepIndex(ints([2])), skipping=None)
     layer.state[:, FAST] = NAN
     out = run_step(layer, walk.cache, inputs, StepIndex(ints([2])), backend=backend)
-    rounding = 1e-5 if tokens == 1 else 2e-2
+    rounding = 1e-5 if tokens == 1 else 2**-7
     torch.testing.assert_close(out, without, rtol=rounding, atol=2e-3)
     layer.state[:, SLOW] = NAN
     out = run_step(layer, walk.cache, inputs, StepIndex(ints([2])), backend=backend)

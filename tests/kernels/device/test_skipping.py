@@ -62,6 +62,7 @@ def test_left_unread(model: str, backend: str, tokens: int) -> None:
     with nothing_waits_or_allocates():
         out = run(2)
     assert out.isfinite().all()
-    torch.testing.assert_close(out, expected, rtol=0.05, atol=0.05)
+    # What is left out comes to e^-40 of a state, and all else is read: bf16's rounding alone may differ.
+    torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-4)
     layer.state[:, 1::2, LATE] = float("nan")
     assert run(3)[:, :, 1::2, LATE].isnan().all()
