@@ -78,16 +78,21 @@ struct FoldParams {
     int R, L, T, B, HV, pad_slot, layer;
     int wide_state, wide_ring, wide_lens, varlen;  // int64 indices; lens are cu_seqlens
     int wide_targets, wide_counts;
+    int slots, rings;  // of the pools
     int A_type, l2norm;
 };
 
 // ---- rows ----
 
-DEVICE i64 slot_of(const FoldParams& p, int b) {
-    return p.state_indices ? index_at(p.state_indices, b, p.wide_state) : b;
+// Indices and cursors are looked at twice, see replay_fold, and no cache may keep them from the first time.
+DEVICE int now(const int* p) { return (int)issue4_once(p); }
+DEVICE i64 index_now(const void* p, int at, int wide) {
+    if (!wide) return now((const int*)p + at);
+    const uint2 x = issue8_once((const i64*)p + at);
+    return (i64)((u64)x.y << 32 | x.x);
 }
-DEVICE i64 ring_of(const FoldParams& p, int b) {
-    return p.ring_indices ? index_at(p.ring_indices, b, p.wide_ring) : slot_of(p, b);
+DEVICE i64 slot_of(const FoldParams& p, int b) {
+    return p.state_indices ? index_now(p.state_indices, b, p.wide_state) : b;
 }
 
 // What is known of a flushing row: where its state and its records are. Pools have fewer than 2^31 slots.
@@ -107,25 +112,28 @@ DEVICE int written(const Flush& row) {
 }
 DEVICE Flush* flushes() { return (Flush*)(shared_memory + AT_FLUSHES); }
 
-// Whether row b has a history that must be folded, or a state that is wanted.
+// Whether row b has a history that must be folded, or a state that is wanted. No row has an index that is out
+// of bounds, unless its index is still to be written, see replay_fold.
 DEVICE bool must_flush(const FoldParams& p, int b, Flush& row) {
     if (b >= p.B) return false;
-    const i64 slot = slot_of(p, b), ring = ring_of(p, b);
+    const i64 slot = slot_of(p, b), ring = p.ring_indices ? index_now(p.ring_indices, b, p.wide_ring) : slot;
+    if (slot < 0 || ring < 0 || slot >= p.slots || ring >= p.rings) return false;
 #if ROAD == 2
-    const i64 target = index_at(p.targets, b, p.wide_targets), applied = index_at(p.counts, b, p.wide_counts);
-    if (slot < 0 || ring < 0 || target < 0) return false;
+    const i64 target = index_now(p.targets, b, p.wide_targets), applied = index_now(p.counts, b, p.wide_counts);
+    if (target < 0) return false;
     const int held = applied < 0 ? 0 : applied < p.L ? (int)applied : p.L;
-    row = {(int)slot, (int)ring, p.ring_start[ring], held, (int)target};
+    row = {(int)slot, (int)ring, now(p.ring_start + ring), held, (int)target};
     return true;
 #endif
-    if (slot < 0 || ring < 0 || (p.state_indices && slot == p.pad_slot)) return false;
+    if (p.state_indices && slot == p.pad_slot) return false;
     i64 count = p.T;
     if (p.lens) {
-        count = index_at(p.lens, b, p.wide_lens);
-        if (p.varlen) count = index_at(p.lens, b + 1, p.wide_lens) - count;
+        count = index_now(p.lens, b, p.wide_lens);
+        if (p.varlen) count = index_now(p.lens, b + 1, p.wide_lens) - count;
         if (count > p.T) count = p.T;
     }
-    row.slot = (int)slot, row.ring = (int)ring, row.start = p.ring_start[ring], row.hist = p.hist_len[ring];
+    row.slot = (int)slot, row.ring = (int)ring;
+    row.start = now(p.ring_start + ring), row.hist = now(p.hist_len + ring);
     return row.hist > 0 && row.hist + count > p.L;
 }
 
@@ -404,13 +412,16 @@ DEVICE void weigh(float gate, float beta, float A, bool l2norm, int hist, int la
 // The matrix that makes `d` of `D k`: less the inverse of `I + M` times the diagonal of `beta` and, but for
 // KDA, of decays since the start. All warps make it, with a lane for each row of 32 / LR columns at a time.
 constexpr int COLUMNS = 32 / LR;  // of a warp
+constexpr int TURNS = (LR + COLUMNS * WARPS - 1) / (COLUMNS * WARPS);
 
 // M in place of the keys' products.
 DEVICE void make_matrix(int hist, int warp, int lane) {
     const float* const norms = (const float*)(shared_memory + AT_NORMS);
     const int row = lane % LR;
     const float factor = norms[LR + row], gate = norms[2 * LR + row];
-    for (int column = COLUMNS * warp + lane / LR; column < LR; column += COLUMNS * WARPS) {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+        const int column = COLUMNS * (turn * WARPS + warp) + lane / LR;
         const bool below = row > column && row < hist;
         float decay = 1.f;
         if (!KDA) {
@@ -423,14 +434,16 @@ DEVICE void make_matrix(int hist, int warp, int lane) {
             decay = fast_exp2(between);
         }
         float* const at = matrix_row(row) + column;
-        *at = below ? factor * norms[column] * decay * *at : 0.f;
+        if (column < LR) *at = below ? factor * norms[column] * decay * *at : 0.f;
     }
 }
 
 DEVICE void invert_matrix(int warp, int lane) {
     const float* const norms = (const float*)(shared_memory + AT_NORMS);
     const int row = lane % LR, first = lane - row;
-    for (int column = COLUMNS * warp + lane / LR; column < LR; column += COLUMNS * WARPS) {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+        const int column = COLUMNS * (turn * WARPS + warp) + lane / LR;
         float x = row == column ? 1.f : 0.f;
 #pragma unroll
         for (int i = 0; i < LR; i += 4) {
@@ -439,7 +452,7 @@ DEVICE void invert_matrix(int warp, int lane) {
 #pragma unroll
             for (int n = 0; n < 4; n++) x = fmaf(-lower[n], shuffle(x, first + i + n), x);
         }
-        inverse_row(row)[column] = x * norms[3 * LR + column];
+        if (column < LR) inverse_row(row)[column] = x * norms[3 * LR + column];
     }
 }
 
@@ -708,24 +721,27 @@ DEVICE uint4* staged(int warp, int lane, int i) {
 }
 
 // Keys and values of the history on their way to shared memory, zeros for what is none.
-DEVICE void fetch_records(const FoldParams& p, const Flush& row, int head, int thread) {
+DEVICE void fetch_records(const FoldParams& p, const Flush& of, int head, int thread) {
     constexpr int KEYS = K * ACT_BYTES / 16, VALUES = WARPS * U_BYTES;  // of 16 bytes, of a record
-    const char* const k_ring = (const char*)p.k + (row.ring * p.s_k + head / GROUP * p.h_k) * ACT_BYTES;
-    const char* const u_ring = (const char*)p.u + (row.ring * p.s_u + head * p.h_u) * U_BYTES;
+    const int start = of.start, hist = of.hist, R = p.R;                // once: copies are barriers to loads
+    const char* const k_ring = (const char*)p.k + (of.ring * p.s_k + head / GROUP * p.h_k) * ACT_BYTES;
+    const char* const u_ring = (const char*)p.u + (of.ring * p.s_u + head * p.h_u) * U_BYTES;
     auto at = [&](int j) {
-        const int past = row.start + j;
-        return past >= p.R ? past - p.R : past;
+        const int past = start + j;
+        return past >= R ? past - R : past;
     };
 #pragma unroll
-    for (int task = thread; task < LR * KEYS; task += THREADS) {
-        const int j = task / KEYS, i = task % KEYS * 16;
-        copy_async(shared_memory + AT_KEYS + task * 16, k_ring + at(j) * (K * ACT_BYTES) + i, j < row.hist);
+    for (int n = 0; n < (LR * KEYS + THREADS - 1) / THREADS; n++) {
+        const int task = n * THREADS + thread, j = task / KEYS, i = task % KEYS * 16;
+        if (LR * KEYS % THREADS != 0 && task >= LR * KEYS) break;
+        copy_async(shared_memory + AT_KEYS + task * 16, k_ring + at(j) * (K * ACT_BYTES) + i, j < hist);
     }
 #pragma unroll
-    for (int task = thread; task < LR * VALUES; task += THREADS) {
-        const int j = task / VALUES, i = task % VALUES * 16;
+    for (int n = 0; n < (LR * VALUES + THREADS - 1) / THREADS; n++) {
+        const int task = n * THREADS + thread, j = task / VALUES, i = task % VALUES * 16;
+        if (LR * VALUES % THREADS != 0 && task >= LR * VALUES) break;
         copy_async(shared_memory + AT_VALUES + j * VALUES_STRIDE + i, u_ring + at(j) * (V * U_BYTES) + i,
-                   j < row.hist && (V % 16 == 0 || i < V * U_BYTES));
+                   j < hist && (V % 16 == 0 || i < V * U_BYTES));
     }
 }
 
@@ -745,6 +761,17 @@ DEVICE void fetch_head(const FoldParams& p, const Flush& row, int head, int warp
     for (int i = lane; !STAGED && i < LINES; i += 32) prefetch(codes + 128 * i);
     if (SPLIT && lane < READ_LINES)
         prefetch(codes_at<READ_AS>(p.read, row.slot, head, 16 * warp) + 128 * lane);
+}
+
+// What a head needs that is large, to the L2 cache; of its rings all rows.
+DEVICE void prefetch_head(const FoldParams& p, int slot, int ring, int head, int thread) {
+    auto prefetch_all = [&](const void* from, int bytes) {
+        for (int at = 128 * thread; at < bytes; at += 128 * THREADS) prefetch((const char*)from + at);
+    };
+    prefetch_all(codes_at<STATE>(p.state, slot, head, 0), V * State::ROW_BYTES);
+    if (SPLIT) prefetch_all(codes_at<READ_AS>(p.read, slot, head, 0), V * Read::ROW_BYTES);
+    prefetch_all((const char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES, p.R * V * U_BYTES);
+    prefetch_all((const char*)p.k + (ring * p.s_k + head / GROUP * p.h_k) * ACT_BYTES, p.R * K * ACT_BYTES);
 }
 
 DEVICE void take_staged(State& state, int warp, int lane) {
@@ -981,12 +1008,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     replay_fold(const __grid_constant__ FoldParams p) {
-    await_previous();  // first: the step's rows that do not flush wait for this kernel's start alone
-    let_next_start();
     const int rows = grid_size() / p.HV, heads = grid_size() % p.HV;  // from one head to the next
     int row = grid_x() / p.HV, head = grid_x() % p.HV;                // rows are numbered over all chunks
-    for (int first = 0; first < p.B; first += CHUNK) {
-        list_flushes(p, first);
+    for (int chunk = -1; chunk < 0 || chunk * CHUNK < p.B; chunk++) {
+        list_flushes(p, chunk < 0 ? 0 : chunk * CHUNK);
+        if (chunk < 0) {
+            // While the kernel before ends this is what is most likely to come, and no more: it may yet move
+            // cursors, and may yet write indices.
+            if (row < listed()[1])
+                prefetch_head(p, flushes()[row].slot, flushes()[row].ring, head, 32 * warp_id() + lane_id());
+            await_previous();
+            let_next_start();  // not before: the step's rows that don't flush wait for no more than this start
+            continue;
+        }
         bool fetched = false;
         while (row < listed()[1]) {
             const int at = row - listed()[0], now = head;

@@ -180,7 +180,7 @@ class FoldParams(ctypes.Structure):
         )]
         + [(name, ctypes.c_int) for name in (
             "R", "L", "T", "B", "HV", "pad_slot", "layer", "wide_state", "wide_ring", "wide_lens", "varlen",
-            "wide_targets", "wide_counts", "A_type", "l2norm",
+            "wide_targets", "wide_counts", "slots", "rings", "A_type", "l2norm",
         )]
     )  # fmt: skip
 
@@ -343,6 +343,7 @@ def _fold_params(
 ) -> FoldParams:
     """What a fold reads and writes, whichever rows it is of."""
     params = FoldParams(state=Copy.of(state))
+    params.slots, params.rings = state.shape[0], ring_start.shape[0]
     params.l2norm = use_qk_l2norm
     ring_fields = list(zip(("u", "k", "g"), (rings[name] for name in FOLDED[rule]), strict=True))
     if read_state is not None:

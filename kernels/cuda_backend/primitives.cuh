@@ -277,6 +277,11 @@ DEVICE uint4 issue16(const void* p) {
 }
 // The assembler moves even those, into the branch that asks for them, but not loads that are ordered; these
 // leave out the L1 cache, so they are for what a multiprocessor reads once.
+DEVICE u32 issue4_once(const void* p) {
+    u32 x;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(p));
+    return x;
+}
 DEVICE uint2 issue8_once(const void* p) {
     uint2 x;
     asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));

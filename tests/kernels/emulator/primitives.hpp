@@ -365,6 +365,7 @@ DEVICE u16 issue2(const void* p) { return issue<u16>(p); }
 DEVICE u32 issue4(const void* p) { return issue<u32>(p); }
 DEVICE uint2 issue8(const void* p) { return issue<uint2>(p); }
 DEVICE uint4 issue16(const void* p) { return issue<uint4>(p); }
+DEVICE u32 issue4_once(const void* p) { return issue<u32>(p); }
 DEVICE uint2 issue8_once(const void* p) { return issue<uint2>(p); }
 DEVICE uint4 issue16_once(const void* p) { return issue<uint4>(p); }
 
