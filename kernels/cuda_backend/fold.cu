@@ -27,16 +27,19 @@
 
 constexpr bool SPLIT = READ >= 0, CORRECTS = DELTA && SPLIT;
 constexpr int RUN = 128 / code_bits(STATE), READ_AS = SPLIT ? READ : BF16;
+using State = Tile<STATE, RUN>;
+using Read = Tile<READ_AS, RUN>;
 constexpr int THREADS = 32 * WARPS, LR = 8 * RECORDS;
 constexpr bool MATERIALIZES = ROAD == 2;
 constexpr bool HALVES = STATE == FP16;         // values stay as they are stored, two to a word
 constexpr bool STAGED = HALVES && WARPS <= 8;  // states wait in shared memory, if it has room
+constexpr bool BRINGS = CORRECTS && Read::PACKED && WARPS <= 8 && RECORDS == 2;  // the read copy, likewise
 constexpr bool HALF_OFFS = HALVES && CORRECTS && !KDA;
 constexpr int FOLD_TERMS = KDA ? 3 : 1;                      // of keys with their decay to the end
 constexpr int CORRECTION_TERMS = STATE == FP32 ? 3 : 2;      // of `D k` and the matrix: `d` is less than `u`
 constexpr int OFF_TERMS = HALF_OFFS ? 1 : CORRECTION_TERMS;  // of D, which a rounding has made; one is fp16
 constexpr int START_TERMS = KDA ? OFF_TERMS : 1;             // of keys with their decay since the start
-constexpr int ROWS_AT_ONCE = 2, CHUNK = ROWS_AT_ONCE * THREADS;
+constexpr int ROWS_AT_ONCE = WARPS < 8 ? 2 : 1, CHUNK = ROWS_AT_ONCE * THREADS;
 constexpr int MATRIX_STRIDE = LR + 4;
 
 // Shared memory, in bytes.
@@ -52,10 +55,14 @@ constexpr int AT_INVERSE = AT_MATRIX + (DELTA && (CORRECTS || !KDA) ? LR * MATRI
 constexpr int AT_NORMS =
     AT_INVERSE + (CORRECTS ? LR * MATRIX_STRIDE * 4 : 0);  // and more of records, see weigh
 constexpr int AT_WEIGHTS = AT_NORMS + 4 * 4 * LR;
-constexpr int AT_MAXIMA = AT_WEIGHTS + 4 * (LR + 4);  // of the warps, for either copy
+constexpr int AT_GATES = AT_WEIGHTS + 4 * (LR + 4);  // records' gates, but KDA's; their beta; a head's scale
+constexpr int AT_MAXIMA = AT_GATES + 4 * (2 * LR + 4);  // of the warps, for either copy
 constexpr int AT_SCALES = AT_MAXIMA + (2 * WARPS + 3) / 4 * 16;
 constexpr int AT_STATE = AT_SCALES + WARPS * 128;  // of fp16, see staged
-constexpr int AT_FLUSHES = AT_STATE + (STAGED ? WARPS * 16 * K * 2 : 0);
+constexpr int AT_READ = AT_STATE + (STAGED ? WARPS * 16 * K * 2 : 0);  // the read copy, rows apart
+constexpr int READ_STRIDE = Read::ROW_BYTES + 16;
+constexpr int AT_READ_SCALES = AT_READ + (BRINGS ? WARPS * 16 * READ_STRIDE : 0);
+constexpr int AT_FLUSHES = AT_READ_SCALES + (BRINGS ? WARPS * 16 * Read::SCALE_BYTES : 0);
 constexpr int AT_MASKS = AT_FLUSHES + (MATERIALIZES ? 32 : 16) * CHUNK;
 constexpr int AT_LISTED = AT_MASKS + 4 * ROWS_AT_ONCE * WARPS;
 constexpr int SHARED_BYTES = AT_LISTED + 8;  // see list_flushes
@@ -382,31 +389,36 @@ DEVICE void multiply_channels(bool l2norm, int hist, int warp, int lane) {
 
 // ---- what records do to each other ----
 
-// Weights of the records at the end, and what the matrix is made of, by one warp; lane `lane` has record
-// `lane`.
-DEVICE void weigh(float gate, float beta, float A, bool l2norm, int hist, int lane) {
+// Weights of the records at the end, and what the matrix is made of; lane `lane` has record `lane`. What gates
+// have to do with it, which are not KDA's, by one warp.
+DEVICE void weigh_gates(float A, int hist, int lane) {
     float* const norms = (float*)(shared_memory + AT_NORMS);
     float* const weights = (float*)(shared_memory + AT_WEIGHTS);
     const float rate = DELTA ? 1.f : A;
-    float norm = DELTA && lane < hist ? norms[lane] : 0.f;
-    if (DELTA && !KDA && lane < hist) {  // until here that of a key's lift
+    const float gate = lane < hist ? ((const float*)(shared_memory + AT_GATES))[lane] : 0.f;
+    const float later = shuffle(gate, (lane + 1) & 31);
+    const float reach = sum_from(lane == 31 ? 0.f : later, lane);
+    const float total = expf(rate * (shuffle(gate, 0) + shuffle(reach, 0)));
+    const float since = CORRECTS ? expf(sum_to(gate, lane)) : 0.f;
+    if (lane == 0) weights[LR] = total;
+    if (lane >= LR) return;
+    weights[lane] = lane < hist ? (DELTA ? 1.f : gate) * expf(rate * reach) : 0.f;
+    if (CORRECTS) norms[2 * LR + lane] = LOG2E * gate, norms[3 * LR + lane] = since;
+}
+// And keys, of a delta rule, once that and their products are there.
+DEVICE void weigh_keys(bool l2norm, int hist, int lane) {
+    float* const norms = (float*)(shared_memory + AT_NORMS);
+    float* const weights = (float*)(shared_memory + AT_WEIGHTS);
+    if (lane >= LR) return;
+    float norm = lane < hist ? norms[lane] : 0.f;
+    if (!KDA && lane < hist) {  // until here that of a key's lift
         norm = l2norm ? inverse_root(fmaf(norm * norm, 1e-6f, matrix_row(lane)[lane])) : 1.f / norm;
     }
-    float weight = norm;
-    if (!KDA) {
-        const float later = shuffle(gate, (lane + 1) & 31);
-        const float reach = sum_from(lane == 31 ? 0.f : later, lane);
-        const float total = expf(rate * (shuffle(gate, 0) + shuffle(reach, 0)));
-        weight = (DELTA ? norm : gate) * expf(rate * reach);
-        if (lane == 0) weights[LR] = total;
-    }
-    if (lane < LR) weights[lane] = lane < hist ? weight : 0.f;
+    weights[lane] = KDA ? norm : weights[lane] * norm;
     if (!CORRECTS) return;
-    const float since = beta * norm * (KDA ? 1.f : expf(sum_to(gate, lane)));
-    if (lane < LR) {
-        norms[lane] = norm, norms[LR + lane] = beta * norm;
-        norms[2 * LR + lane] = LOG2E * gate, norms[3 * LR + lane] = -since;
-    }
+    const float factor = lane < hist ? ((const float*)(shared_memory + AT_GATES))[LR + lane] * norm : 0.f;
+    norms[lane] = norm, norms[LR + lane] = factor;
+    norms[3 * LR + lane] = -factor * (KDA ? 1.f : norms[3 * LR + lane]);
 }
 
 // The matrix that makes `d` of `D k`: less the inverse of `I + M` times the diagonal of `beta` and, but for
@@ -457,9 +469,6 @@ DEVICE void invert_matrix(int warp, int lane) {
 }
 
 // ---- a warp's 16 value rows ----
-
-using State = Tile<STATE, RUN>;
-using Read = Tile<READ_AS, RUN>;
 
 // d += a @ b of operands in bf16 terms, without products that are beyond the least term of either.
 template <int A_TERMS, int B_TERMS>
@@ -522,7 +531,7 @@ DEVICE void correct(float (&u)[RECORDS][2][2], Values x, const State& state, con
             block_sync();  // what it is made of is there
             make_matrix(hist, warp, lane);
         }
-        warp_sync();  // or more loads at once than there are registers for
+        if (!HALF_OFFS) warp_sync();  // or more loads at once than there are registers for
         u32 d[2][OFF_TERMS][4];
         take_off(d, x, state, read, scales, part, c);
 #pragma unroll
@@ -665,7 +674,6 @@ DEVICE void fold_halves(State& state, const float (&u)[RECORDS][2][2], int g, in
         for (int row = 0; row < 2; row++) {
             u32 y[4];
             if (STOCHASTIC) {
-                warp_sync();  // one draw at a time, for want of registers
                 const Random random = words(row, 8 * run);
 #pragma unroll
                 for (int i = 0; i < 4; i++)
@@ -723,7 +731,7 @@ DEVICE uint4* staged(int warp, int lane, int i) {
 // Keys and values of the history on their way to shared memory, zeros for what is none.
 DEVICE void fetch_records(const FoldParams& p, const Flush& of, int head, int thread) {
     constexpr int KEYS = K * ACT_BYTES / 16, VALUES = WARPS * U_BYTES;  // of 16 bytes, of a record
-    const int start = of.start, hist = of.hist, R = p.R;                // once: copies are barriers to loads
+    const int start = of.start, hist = of.hist, R = p.R;
     const char* const k_ring = (const char*)p.k + (of.ring * p.s_k + head / GROUP * p.h_k) * ACT_BYTES;
     const char* const u_ring = (const char*)p.u + (of.ring * p.s_u + head * p.h_u) * U_BYTES;
     auto at = [&](int j) {
@@ -745,9 +753,39 @@ DEVICE void fetch_records(const FoldParams& p, const Flush& of, int head, int th
     }
 }
 
-// Of the next head what is large on its way, to shared memory or to the L2 cache.
-DEVICE void fetch_head(const FoldParams& p, const Flush& row, int head, int warp, int lane) {
+// What the next head's records were read with, and the scalars of its records, likewise; by each warp what it
+// will ask for.
+DEVICE void fetch_read(const FoldParams& p, const Flush& of, int head, int warp, int lane) {
+    const char* const codes = codes_at<READ_AS>(p.read, of.slot, head, 16 * warp);
+    const char* const scales = scales_at<READ_AS>(p.read, of.slot, head, 16 * warp);
+    constexpr int CHUNKS = Read::ROW_BYTES / 16;  // of a row
+#pragma unroll
+    for (int i = 0; i < CHUNKS / 2; i++) {
+        const int chunk = 32 * i + lane, row = 16 * warp + chunk / CHUNKS;
+        copy_async(shared_memory + AT_READ + row * READ_STRIDE + chunk % CHUNKS * 16, codes + 16 * chunk,
+                   V % 16 == 0 || row < V);
+    }
+    if (lane < Read::SCALE_BYTES)
+        copy_async(shared_memory + AT_READ_SCALES + (Read::SCALE_BYTES * warp + lane) * 16, scales + 16 * lane,
+                   V % 16 == 0 || 16 * warp + 16 * lane / Read::SCALE_BYTES < V);
+}
+DEVICE void fetch_scalars(const FoldParams& p, const Flush& of, int head, int lane) {
+    float* const to = (float*)(shared_memory + AT_GATES) + lane;
+    const int past = of.start + lane, row = past >= p.R ? past - p.R : past;
+    if (lane < of.hist) {
+        if (!KDA) copy_word_async(to, p.g + of.ring * p.s_g + head * p.h_g + row);
+        if (CORRECTS) copy_word_async(to + LR, p.beta + of.ring * p.s_beta + head * p.h_beta + row);
+    }
+    if (BRINGS && READ == NVFP4 && lane == 0)
+        copy_word_async(to + 2 * LR, head_scale_at(p.read, of.slot, head));
+}
+
+// Of the next head what comes from memory on its way, to shared memory or to the L2 cache.
+DEVICE void fetch_head(const FoldParams& p, const Flush& listed, int head, int warp, int lane) {
+    const Flush row = listed;  // once: copies are barriers to loads
     if (!KDA) fetch_records(p, row, head, 32 * warp + lane);
+    if (BRINGS) fetch_read(p, row, head, warp, lane);
+    if (warp == 0) fetch_scalars(p, row, head, lane);
     const int v = 16 * warp + 2 * (lane >> 2);
     const char* const codes = codes_at<STATE>(p.state, row.slot, head, 16 * warp);
 #pragma unroll
@@ -755,12 +793,9 @@ DEVICE void fetch_head(const FoldParams& p, const Flush& row, int head, int warp
         const int at = (v % 16 + i / 4) * State::ROW_BYTES + (4 * (i % 4) + (lane & 3)) * 16;
         copy_async(staged(warp, lane, i), codes + at, V % 16 == 0 || v < V);
     }
-    if (STAGED || !KDA) copies_commit();
+    copies_commit();
     if (V % 16 && 16 * warp + 16 > V) return;
-    constexpr int LINES = 16 * State::ROW_BYTES / 128, READ_LINES = 16 * Read::ROW_BYTES / 128;
-    for (int i = lane; !STAGED && i < LINES; i += 32) prefetch(codes + 128 * i);
-    if (SPLIT && lane < READ_LINES)
-        prefetch(codes_at<READ_AS>(p.read, row.slot, head, 16 * warp) + 128 * lane);
+    for (int i = lane; !STAGED && i < 16 * State::ROW_BYTES / 128; i += 32) prefetch(codes + 128 * i);
 }
 
 // What a head needs that is large, to the L2 cache; of its rings all rows.
@@ -772,6 +807,12 @@ DEVICE void prefetch_head(const FoldParams& p, int slot, int ring, int head, int
     if (SPLIT) prefetch_all(codes_at<READ_AS>(p.read, slot, head, 0), V * Read::ROW_BYTES);
     prefetch_all((const char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES, p.R * V * U_BYTES);
     prefetch_all((const char*)p.k + (ring * p.s_k + head / GROUP * p.h_k) * ACT_BYTES, p.R * K * ACT_BYTES);
+}
+
+DEVICE Scales take_read(Read& read, int v, int c) {
+    load_codes(read, (const char*)shared_memory + AT_READ + v * READ_STRIDE, c, READ_STRIDE);
+    return load_scales<READ_AS>((const char*)shared_memory + AT_READ_SCALES + v * Read::SCALE_BYTES,
+                                ((const float*)(shared_memory + AT_GATES))[2 * LR]);
 }
 
 DEVICE void take_staged(State& state, int warp, int lane) {
@@ -923,23 +964,15 @@ DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int nex
     const bool inside = V % 16 == 0 || v < V;
     const char* const k_ring = (const char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
     const char* const u_ring = (const char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES;
-    const float* const g_ring = p.g + ring * p.s_g + head * p.h_g;
 
     // everything that is read is on its way before anything else
-    if (KDA) fetch_channels(k_ring, g_ring, start, hist, p.R, thread);
+    if (KDA) fetch_channels(k_ring, p.g + ring * p.s_g + head * p.h_g, start, hist, p.R, thread);
     State state;
-    Read read;
-    Scales scales, read_scales;
+    Scales scales;
     if (STATE != FP32 && !STAGED) scales = load_tile<STATE>(state, p.state, slot, head, v, c);
-    if (CORRECTS) read_scales = load_tile<READ_AS>(read, p.read, slot, head, v, c);
     float u[RECORDS][2][2];
     if (KDA) load_values(u, u_ring, start, inside ? hist : 0, p.R, v, c);
-    float gate = 0.f, beta = 0.f, A = 0.f;
-    if (warp == 0 && lane < hist) {
-        const int past = start + lane, row = past >= p.R ? past - p.R : past;
-        if (!KDA) gate = g_ring[row];
-        if (CORRECTS) beta = p.beta[ring * p.s_beta + head * p.h_beta + row];
-    }
+    float A = 0.f;
     if (!DELTA) A = scalar(fetch_scalar(p.A, head, p.A_type, true), p.A_type);
 
     copies_wait<0>();
@@ -949,22 +982,27 @@ DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int nex
     } else {
         take_values(u, v, c);
         stage_keys(warp, lane);
+        if (warp == WARPS - 1) weigh_gates(A, hist, lane);
     }
     if (DELTA) block_sync();
     if (KDA) {
         multiply_channels(p.l2norm, hist, warp, lane);
         block_sync();
     }
-    if (warp == 0) {
-        if (DELTA && !KDA) {
+    if (DELTA && warp == 0) {
+        if (!KDA) {
             multiply_keys(lane);
             warp_sync();
         }
-        weigh(gate, beta, A, p.l2norm, hist, lane);
+        weigh_keys(p.l2norm, hist, lane);
     }
 
     if (STATE == FP32) scales = load_tile<STATE>(state, p.state, slot, head, v, c);
     if (STAGED) take_staged(state, warp, lane);
+    Read read;
+    Scales read_scales;
+    if (BRINGS) read_scales = take_read(read, v, c);
+    else if (CORRECTS) read_scales = load_tile<READ_AS>(read, p.read, slot, head, v, c);
     float x[2][32];
     if (State::PACKED) decode(x, state, scales, c);
     if (MATERIALIZES && CORRECTS && hist == 0) {  // the read copy may hold anything yet

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from replayssm.core.formats import PackedState, StateCopy, state_format
+from replayssm.core.formats import PACKED, PackedState, StateCopy, state_format
 from replayssm.core.geometry import Rule
 from replayssm.kernels.checks import is_aligned, is_dense
 from replayssm.kernels.cuda_backend.arguments import give_index, give_rings
@@ -36,13 +36,9 @@ from replayssm.kernels.step_index import StepIndex
 FORMATS = {"fp32": 0, "bf16": 1, "fp16": 2, "fp8": 3, "int8": 4, "nvfp4": 5, "mxfp4": 6}
 """As `formats.cuh` numbers them."""
 _THREADS_HELD = 512
-"""Of a multiprocessor, with the registers that keep a state in them in fp32."""
-_MORE_THREADS = 768
-"""Likewise, in fp16: states that nothing else reads, or which are encoded in four bits as they are stored."""
-_ENCODED_HALVES = (None, "nvfp4", "mxfp4")
+"""Of a multiprocessor, with the registers that keep a state in them."""
 _MOST_STAGED = 8
-"""Warps of a program whose states of fp16 wait in shared memory."""
-_ROWS_AT_ONCE = 2
+"""Warps of a program whose states of fp16, and read copies of windows to 16, wait in shared memory."""
 
 
 class Road(IntEnum):
@@ -102,8 +98,7 @@ class FoldConfig:
     @property
     def programs(self) -> int:
         """Programs that a multiprocessor holds at a time."""
-        halves = self.state == "fp16" and self.read in _ENCODED_HALVES
-        held = (_MORE_THREADS if halves else _THREADS_HELD) // (WARP * self.warps)
+        held = _THREADS_HELD // (WARP * self.warps)
         return max(1, min(held, SHARED_LIMIT // (self.shared_bytes + SHARED_RESERVED)))
 
     @property
@@ -121,13 +116,18 @@ class FoldConfig:
             shared += keys + records * (UNIT * self.warps * value + 16)
         matrices = int(corrects or self.rule is Rule.GDN) + int(corrects)
         shared += 4 * records * (records + 4) * matrices
-        shared += 4 * 4 * records + 4 * (records + 4)
+        shared += 4 * 4 * records + 4 * (records + 4) + 4 * (2 * records + 4)
         shared += (2 * self.warps + 3) // 4 * 16 + 128 * self.warps
         shared += (
             2 * UNIT * KEY_DIM * self.warps if self.state == "fp16" and self.warps <= _MOST_STAGED else 0
         )
+        read = PACKED.get(self.read or "")
+        if corrects and read is not None and self.warps <= _MOST_STAGED and self.records == 2:
+            scales = KEY_DIM // (read.block or KEY_DIM) * read.scales.itemsize
+            shared += UNIT * self.warps * (KEY_DIM * read.bits // 8 + 16 + scales)
         row = 32 if self.road is Road.MATERIALIZE else 16
-        return shared + _ROWS_AT_ONCE * self.warps * (4 + row * WARP) + 8
+        listed = self.warps * (2 if self.warps < 8 else 1)
+        return shared + listed * (4 + row * WARP) + 8
 
 
 class Copy(ctypes.Structure):

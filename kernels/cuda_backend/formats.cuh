@@ -132,13 +132,14 @@ DEVICE int block_of(int c, int block) {
 }
 
 template <int FORMAT, int RUN>
-DEVICE void load_codes(Tile<FORMAT, RUN>& tile, const char* rows, int c) {
+DEVICE void load_codes(Tile<FORMAT, RUN>& tile, const char* rows, int c,
+                       int stride = Tile<FORMAT, RUN>::ROW_BYTES) {
     using T = Tile<FORMAT, RUN>;
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
         for (int run = 0; run < 32 / RUN; run++) {
-            const char* const from = rows + r * T::ROW_BYTES + (4 * run + c) * T::RUN_BYTES;
+            const char* const from = rows + r * stride + (4 * run + c) * T::RUN_BYTES;
             u32* const to = tile.codes[r] + run * T::RUN_BYTES / 4;
             if (T::RUN_BYTES >= 16) {
 #pragma unroll
@@ -503,7 +504,6 @@ DEVICE void encode_halves(Tile<FORMAT, RUN>& tile, u32 (&x)[2][16], const u32 (&
         for (int i = 0; i < 8; i++) fit_block<4>(x[i / 4] + i % 4 * 4, reciprocals[i / 4][i % 4]);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        warp_sync();  // one block at a time, for want of registers
         const Reciprocal by = terms_of(reciprocals[i / 4][i % 4]);
         const u32* const mine = x[i / 4] + i % 4 * 4;
         u32 codes[4];

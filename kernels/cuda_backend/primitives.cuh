@@ -322,6 +322,10 @@ DEVICE void copy_async(void* shared, const void* global, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(inside ? 16 : 0)
                  : "memory");
 }
+DEVICE void copy_word_async(void* shared, const void* global) {  // four bytes
+    u32 to = (u32)__cvta_generic_to_shared(shared);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
+}
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 DEVICE void copies_wait() {

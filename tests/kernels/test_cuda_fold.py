@@ -64,10 +64,11 @@ def test_every_configuration_fits_every_gpu() -> None:
 
 
 def test_programs_of_a_multiprocessor() -> None:
-    """As many as the format's threads make: fp16 states that are encoded as they are stored have more."""
+    """As many as have the registers; fewer where shared memory has no room for so many."""
     config = FoldConfig(Rule.GDN, 128, 2, "fp16", "nvfp4", 2, False)
-    assert config.programs == 3
-    assert replace(config, state="fp32").programs == replace(config, read="int8").programs == 2
+    assert config.programs == replace(config, state="fp32").programs == 2
+    assert replace(config, value_dim=64).programs == 4
+    assert replace(config, rule=Rule.KDA, value_dim=256, read="fp8").programs == 1
 
 
 @pytest.mark.parametrize(("name", "at"), [("codes", 8), ("scales", 4)])

@@ -60,6 +60,7 @@ struct Copy {
     void* to;
     const void* from;
     bool inside;
+    int size;
 };
 struct Lane {
     ucontext_t context;
@@ -380,7 +381,11 @@ DEVICE void store8_if(bool stored, void* p, uint2 x) {
 DEVICE void prefetch(const void* p) { *(volatile const char*)p; }
 DEVICE void copy_async(void* to, const void* from, bool inside) {
     if (((uintptr_t)to | (inside ? (uintptr_t)from : 0)) % 16) abort();
-    warp::lanes[warp::at].groups.back().push_back({to, from, inside});
+    warp::lanes[warp::at].groups.back().push_back({to, from, inside, 16});
+}
+DEVICE void copy_word_async(void* to, const void* from) {
+    if (((uintptr_t)to | (uintptr_t)from) % 4) abort();
+    warp::lanes[warp::at].groups.back().push_back({to, from, true, 4});
 }
 DEVICE void copies_commit() { warp::lanes[warp::at].groups.emplace_back(); }
 template <int LEFT>
@@ -388,8 +393,8 @@ DEVICE void copies_wait() {
     auto& groups = warp::lanes[warp::at].groups;
     while ((int)groups.size() - 1 > LEFT) {
         for (auto& copy : groups[0])
-            if (copy.inside) memcpy(copy.to, copy.from, 16);
-            else memset(copy.to, 0, 16);
+            if (copy.inside) memcpy(copy.to, copy.from, copy.size);
+            else memset(copy.to, 0, copy.size);
         groups.erase(groups.begin());
     }
 }
