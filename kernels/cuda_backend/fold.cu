@@ -104,13 +104,14 @@ DEVICE i64 slot_of(const FoldParams& p, int b) {
 
 // What is known of a flushing row: where its state and its records are. Pools have fewer than 2^31 slots.
 struct alignas(16) Flush {
-    int slot, ring, start, hist;
+    u32 slot, ring;
+    int start, hist;
 #if ROAD == 2
-    int target;
+    u32 target;
 #endif
 };
 // The slot that its new state goes to.
-DEVICE int written(const Flush& row) {
+DEVICE u32 written(const Flush& row) {
 #if ROAD == 2
     return row.target;
 #else
@@ -129,7 +130,7 @@ DEVICE bool must_flush(const FoldParams& p, int b, Flush& row) {
     const i64 target = index_now(p.targets, b, p.wide_targets), applied = index_now(p.counts, b, p.wide_counts);
     if (target < 0) return false;
     const int held = applied < 0 ? 0 : applied < p.L ? (int)applied : p.L;
-    row = {(int)slot, (int)ring, now(p.ring_start + ring), held, (int)target};
+    row = {(u32)slot, (u32)ring, now(p.ring_start + ring), held, (u32)target};
     return true;
 #endif
     if (p.state_indices && slot == p.pad_slot) return false;
@@ -139,7 +140,7 @@ DEVICE bool must_flush(const FoldParams& p, int b, Flush& row) {
         if (p.varlen) count = index_now(p.lens, b + 1, p.wide_lens) - count;
         if (count > p.T) count = p.T;
     }
-    row.slot = (int)slot, row.ring = (int)ring;
+    row.slot = (u32)slot, row.ring = (u32)ring;
     row.start = now(p.ring_start + ring), row.hist = now(p.hist_len + ring);
     return row.hist > 0 && row.hist + count > p.L;
 }
@@ -697,19 +698,19 @@ DEVICE float largest_of_warps(float x, u32* maxima, int warp, int lane) {
 }
 
 template <int FORMAT>
-DEVICE char* codes_at(const Copy& copy, i64 slot, int head, int v) {
+DEVICE char* codes_at(const Copy& copy, u32 slot, u32 head, int v) {
     return copy.codes + slot * copy.s_codes + head * copy.h_codes + v * (K * code_bits(FORMAT) / 8);
 }
 template <int FORMAT>
-DEVICE char* scales_at(const Copy& copy, i64 slot, int head, int v) {
+DEVICE char* scales_at(const Copy& copy, u32 slot, u32 head, int v) {
     return copy.scales + slot * copy.s_scales + head * copy.h_scales + v * Tile<FORMAT, RUN>::SCALE_BYTES;
 }
-DEVICE float* head_scale_at(const Copy& copy, i64 slot, int head) {
+DEVICE float* head_scale_at(const Copy& copy, u32 slot, u32 head) {
     return (float*)((char*)copy.heads + slot * copy.s_heads + head * copy.h_heads);
 }
 
 template <int FORMAT>
-DEVICE Scales load_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, i64 slot, int head, int v, int c) {
+DEVICE Scales load_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, u32 slot, u32 head, int v, int c) {
     const float scale = FORMAT == NVFP4 ? *head_scale_at(copy, slot, head) : 1.f;
     if (V % 16 == 0 || v < V) {
         load_codes(tile, codes_at<FORMAT>(copy, slot, head, v), c);
@@ -729,7 +730,7 @@ DEVICE uint4* staged(int warp, int lane, int i) {
 }
 
 // Keys and values of the history on their way to shared memory, zeros for what is none.
-DEVICE void fetch_records(const FoldParams& p, const Flush& of, int head, int thread) {
+DEVICE void fetch_records(const FoldParams& p, const Flush& of, u32 head, int thread) {
     constexpr int KEYS = K * ACT_BYTES / 16, VALUES = WARPS * U_BYTES;  // of 16 bytes, of a record
     const int start = of.start, hist = of.hist, R = p.R;
     const char* const k_ring = (const char*)p.k + (of.ring * p.s_k + head / GROUP * p.h_k) * ACT_BYTES;
@@ -755,7 +756,7 @@ DEVICE void fetch_records(const FoldParams& p, const Flush& of, int head, int th
 
 // What the next head's records were read with, and the scalars of its records, likewise; by each warp what it
 // will ask for.
-DEVICE void fetch_read(const FoldParams& p, const Flush& of, int head, int warp, int lane) {
+DEVICE void fetch_read(const FoldParams& p, const Flush& of, u32 head, int warp, int lane) {
     const char* const codes = codes_at<READ_AS>(p.read, of.slot, head, 16 * warp);
     const char* const scales = scales_at<READ_AS>(p.read, of.slot, head, 16 * warp);
     constexpr int CHUNKS = Read::ROW_BYTES / 16;  // of a row
@@ -769,7 +770,7 @@ DEVICE void fetch_read(const FoldParams& p, const Flush& of, int head, int warp,
         copy_async(shared_memory + AT_READ_SCALES + (Read::SCALE_BYTES * warp + lane) * 16, scales + 16 * lane,
                    V % 16 == 0 || 16 * warp + 16 * lane / Read::SCALE_BYTES < V);
 }
-DEVICE void fetch_scalars(const FoldParams& p, const Flush& of, int head, int lane) {
+DEVICE void fetch_scalars(const FoldParams& p, const Flush& of, u32 head, int lane) {
     float* const to = (float*)(shared_memory + AT_GATES) + lane;
     const int past = of.start + lane, row = past >= p.R ? past - p.R : past;
     if (lane < of.hist) {
@@ -780,26 +781,31 @@ DEVICE void fetch_scalars(const FoldParams& p, const Flush& of, int head, int la
         copy_word_async(to + 2 * LR, head_scale_at(p.read, of.slot, head));
 }
 
+// The lane's fp16 values, see staged.
+template <int I>
+DEVICE void fetch_staged(uint4* to, const char* from, bool inside) {
+    copy_async<512 * I, I / 4 * State::ROW_BYTES + I % 4 * 64>(to, from, inside);
+    if constexpr (I < 7) fetch_staged<I + 1>(to, from, inside);
+}
+
 // Of the next head what comes from memory on its way, to shared memory or to the L2 cache.
-DEVICE void fetch_head(const FoldParams& p, const Flush& listed, int head, int warp, int lane) {
+DEVICE void fetch_head(const FoldParams& p, const Flush& listed, u32 head, int warp, int lane) {
     const Flush row = listed;  // once: copies are barriers to loads
     if (!KDA) fetch_records(p, row, head, 32 * warp + lane);
     if (BRINGS) fetch_read(p, row, head, warp, lane);
     if (warp == 0) fetch_scalars(p, row, head, lane);
     const int v = 16 * warp + 2 * (lane >> 2);
     const char* const codes = codes_at<STATE>(p.state, row.slot, head, 16 * warp);
-#pragma unroll
-    for (int i = 0; STAGED && i < 8; i++) {
-        const int at = (v % 16 + i / 4) * State::ROW_BYTES + (4 * (i % 4) + (lane & 3)) * 16;
-        copy_async(staged(warp, lane, i), codes + at, V % 16 == 0 || v < V);
-    }
+    if (STAGED)
+        fetch_staged<0>(staged(warp, lane, 0), codes + v % 16 * State::ROW_BYTES + 16 * (lane & 3),
+                        V % 16 == 0 || v < V);
     copies_commit();
     if (V % 16 && 16 * warp + 16 > V) return;
     for (int i = lane; !STAGED && i < 16 * State::ROW_BYTES / 128; i += 32) prefetch(codes + 128 * i);
 }
 
 // What a head needs that is large, to the L2 cache; of its rings all rows.
-DEVICE void prefetch_head(const FoldParams& p, int slot, int ring, int head, int thread) {
+DEVICE void prefetch_head(const FoldParams& p, u32 slot, u32 ring, u32 head, int thread) {
     auto prefetch_all = [&](const void* from, int bytes) {
         for (int at = 128 * thread; at < bytes; at += 128 * THREADS) prefetch((const char*)from + at);
     };
@@ -826,7 +832,7 @@ DEVICE void take_staged(State& state, int warp, int lane) {
 
 // A warp's rows of a copy from registers and, of scales, from shared memory.
 template <int FORMAT>
-DEVICE void store_rows(const Tile<FORMAT, RUN>& tile, const Copy& copy, i64 slot, int head,
+DEVICE void store_rows(const Tile<FORMAT, RUN>& tile, const Copy& copy, u32 slot, u32 head,
                        const unsigned char* scales, int warp, int lane) {
     using T = Tile<FORMAT, RUN>;
     const int v = 16 * warp + 2 * (lane >> 2);
@@ -839,7 +845,7 @@ DEVICE void store_rows(const Tile<FORMAT, RUN>& tile, const Copy& copy, i64 slot
 }
 
 // NVFP4's scale of a head, by what is largest in this warp.
-DEVICE float store_head_scale(const Copy& copy, float most, i64 slot, int head, u32* maxima, int warp,
+DEVICE float store_head_scale(const Copy& copy, float most, u32 slot, u32 head, u32* maxima, int warp,
                               int lane) {
     const float scale = head_scale(largest_of_warps(most, maxima, warp, lane));
     if (warp == 0 && lane == 0) *head_scale_at(copy, slot, head) = scale;
@@ -848,7 +854,7 @@ DEVICE float store_head_scale(const Copy& copy, float most, i64 slot, int head, 
 
 // Values to a copy of a state, of which `tile` then has them as stored.
 template <int FORMAT, bool STOCHASTICALLY, class Words>
-DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, const float (&x)[2][32], i64 slot, int head,
+DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, const float (&x)[2][32], u32 slot, u32 head,
                        u32* maxima, int warp, int lane, Words words) {
     using T = Tile<FORMAT, RUN>;
     unsigned char* const scales = shared_memory + AT_SCALES + 128 * warp;
@@ -865,7 +871,7 @@ DEVICE void store_tile(Tile<FORMAT, RUN>& tile, const Copy& copy, const float (&
 
 // The read copy of a state in fp16.
 template <int FORMAT>
-DEVICE void store_halves(const Copy& copy, State& state, i64 slot, int head, u32* maxima, int warp,
+DEVICE void store_halves(const Copy& copy, State& state, u32 slot, u32 head, u32* maxima, int warp,
                          int lane) {
     using T = Tile<FORMAT, RUN>;
     unsigned char* const scales = shared_memory + AT_SCALES + 128 * warp;
@@ -881,20 +887,19 @@ DEVICE void store_halves(const Copy& copy, State& state, i64 slot, int head, u32
 }
 
 // Random words of the lane's elements, by row and first of eight elements.
-DEVICE auto random_words(const FoldParams& p, i64 slot, int head, int lane) {
+DEVICE auto random_words(const FoldParams& p, i64 seed, u32 slot, u32 head, int lane) {
     const u32 first = (u32)(head * V + 16 * warp_id() + 2 * (lane >> 2)) * (K / 8);
-    const i64 seed = STOCHASTIC ? *p.rand_seed : 0;
     return [=, &p](int r, int e) {
-        return philox(seed, first + r * (K / 8) + column_of<RUN>(lane & 3, e) / 8, (u32)slot, (u32)p.layer);
+        return philox(seed, first + r * (K / 8) + column_of<RUN>(lane & 3, e) / 8, slot, (u32)p.layer);
     };
 }
 
 // Both copies of a head's new state. Slot, seed and lane are looked up anew, the lane by way of a shuffle:
 // the compiler would work out addresses before the fold, which has no registers for them.
-DEVICE void store_head(const FoldParams& p, int slot, int head, float (&x)[2][32], State& state) {
+DEVICE void store_head(const FoldParams& p, i64 seed, u32 slot, u32 head, float (&x)[2][32], State& state) {
     const int warp = warp_id(), lane = shuffle(lane_id(), lane_id());
     u32* const maxima = (u32*)(shared_memory + AT_MAXIMA);
-    auto words = random_words(p, slot, head, lane);
+    auto words = random_words(p, seed, slot, head, lane);
     if (HALVES) store_rows<STATE>(state, p.state, slot, head, 0, warp, lane);
     else store_tile<STATE, STOCHASTIC>(state, p.state, x, slot, head, maxima, warp, lane, words);
     if (!SPLIT) return;
@@ -955,12 +960,13 @@ DEVICE void decode(float (&x)[2][32], const State& state, const Scales& scales, 
 
 // Folds `head` of the listed row `item`, once what is large of it is on its way, and sends for that of
 // `next_head` of `next`, if there is one.
-DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int next_head) {
+DEVICE void fold_head(const FoldParams& p, i64 seed, int item, u32 head, int next, int next_head) {
     const int warp = warp_id(), lane = shuffle(lane_id(), lane_id());  // as in store_head
     const int thread = 32 * warp + lane, g = lane >> 2, c = lane & 3;
-    const int slot = flushes()[item].slot, ring = flushes()[item].ring, start = flushes()[item].start,
-              hist = flushes()[item].hist;
-    const int v = 16 * warp + 2 * g, key_head = head / GROUP;
+    const u32 slot = flushes()[item].slot, ring = flushes()[item].ring;
+    const int start = flushes()[item].start, hist = flushes()[item].hist;
+    const int v = 16 * warp + 2 * g;
+    const u32 key_head = head / GROUP;
     const bool inside = V % 16 == 0 || v < V;
     const char* const k_ring = (const char*)p.k + (ring * p.s_k + key_head * p.h_k) * ACT_BYTES;
     const char* const u_ring = (const char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES;
@@ -1014,13 +1020,13 @@ DEVICE void fold_head(const FoldParams& p, int item, int head, int next, int nex
     else block_sync();  // the weights are there
     if (next_head >= 0) fetch_head(p, flushes()[next], next_head, warp, lane);
     if (HALVES) {
-        fold_halves(state, u, g, c, random_words(p, written(flushes()[item]), head, lane));
+        fold_halves(state, u, g, c, random_words(p, seed, written(flushes()[item]), head, lane));
     } else {
         if (!State::PACKED) decode(x, state, scales, c);  // late: 16-bit values lie two in a register
         fold(x, u, g, c);
     }
     warp_sync();
-    store_head(p, written(flushes()[item]), head, x, state);
+    store_head(p, seed, written(flushes()[item]), head, x, state);
 }
 
 #if ROAD == 1
@@ -1040,7 +1046,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
         decode(x, state, scales, c);
         Read read;
         store_tile<READ_AS, false>(read, p.read, x, slot, head, maxima, warp, lane,
-                                   random_words(p, slot, head, lane));
+                                   random_words(p, 0, slot, head, lane));
     }
 }
 #else
@@ -1048,6 +1054,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
     replay_fold(const __grid_constant__ FoldParams p) {
     const int rows = grid_size() / p.HV, heads = grid_size() % p.HV;  // from one head to the next
     int row = grid_x() / p.HV, head = grid_x() % p.HV;                // rows are numbered over all chunks
+    i64 seed = 0;
     for (int chunk = -1; chunk < 0 || chunk * CHUNK < p.B; chunk++) {
         list_flushes(p, chunk < 0 ? 0 : chunk * CHUNK);
         if (chunk < 0) {
@@ -1057,6 +1064,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
                 prefetch_head(p, flushes()[row].slot, flushes()[row].ring, head, 32 * warp_id() + lane_id());
             await_previous();
             let_next_start();  // not before: the step's rows that don't flush wait for no more than this start
+            if (STOCHASTIC) seed = *p.rand_seed;
             continue;
         }
         bool fetched = false;
@@ -1066,7 +1074,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
             row += rows, head += heads;
             if (head >= p.HV) row++, head -= p.HV;
             fetched = row < listed()[1];
-            fold_head(p, at, now, row - listed()[0], fetched ? head : -1);
+            fold_head(p, seed, at, now, row - listed()[0], fetched ? head : -1);
         }
     }
 }

@@ -316,10 +316,13 @@ DEVICE void store8_if(bool stored, void* p, uint2 x) {
 // The 128 bytes around p to the L2 cache.
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// 16 bytes to shared memory without registers; zeros where `inside` is false.
+// 16 bytes, so far from where the pointers are, to shared memory without registers; zeros where `inside` is
+// false.
+template <int TO = 0, int FROM = 0>
 DEVICE void copy_async(void* shared, const void* global, bool inside) {
     u32 to = (u32)__cvta_generic_to_shared(shared);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(inside ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global [%0+%3], [%1+%4], 16, %2;" ::"r"(to), "l"(global),
+                 "r"(inside ? 16 : 0), "n"(TO), "n"(FROM)
                  : "memory");
 }
 DEVICE void copy_word_async(void* shared, const void* global) {  // four bytes

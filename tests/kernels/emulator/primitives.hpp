@@ -379,9 +379,10 @@ DEVICE void store8_if(bool stored, void* p, uint2 x) {
     if (stored) memcpy(p, &x, 8);
 }
 DEVICE void prefetch(const void* p) { *(volatile const char*)p; }
+template <int TO = 0, int FROM = 0>
 DEVICE void copy_async(void* to, const void* from, bool inside) {
     if (((uintptr_t)to | (inside ? (uintptr_t)from : 0)) % 16) abort();
-    warp::lanes[warp::at].groups.back().push_back({to, from, inside, 16});
+    warp::lanes[warp::at].groups.back().push_back({(char*)to + TO, (const char*)from + FROM, inside, 16});
 }
 DEVICE void copy_word_async(void* to, const void* from) {
     if (((uintptr_t)to | (uintptr_t)from) % 4) abort();
