@@ -58,7 +58,7 @@ constexpr int AT_WEIGHTS = AT_NORMS + 4 * 4 * LR;
 constexpr int AT_GATES = AT_WEIGHTS + 4 * (LR + 4);  // records' gates, but KDA's; their beta; a head's scale
 constexpr int AT_MAXIMA = AT_GATES + 4 * (2 * LR + 4);  // of the warps, for either copy
 constexpr int AT_SCALES = AT_MAXIMA + (2 * WARPS + 3) / 4 * 16;
-constexpr int AT_STATE = AT_SCALES + WARPS * 128;  // of fp16, see staged
+constexpr int AT_STATE = AT_SCALES + WARPS * 128;                      // of fp16, see staged
 constexpr int AT_READ = AT_STATE + (STAGED ? WARPS * 16 * K * 2 : 0);  // the read copy, rows apart
 constexpr int READ_STRIDE = Read::ROW_BYTES + 16;
 constexpr int AT_READ_SCALES = AT_READ + (BRINGS ? WARPS * 16 * READ_STRIDE : 0);
@@ -92,14 +92,14 @@ struct FoldParams {
 // ---- rows ----
 
 // Indices and cursors are looked at twice, see replay_fold, and no cache may keep them from the first time.
-DEVICE int now(const int* p) { return (int)issue4_once(p); }
-DEVICE i64 index_now(const void* p, int at, int wide) {
-    if (!wide) return now((const int*)p + at);
+DEVICE int fresh(const int* p) { return (int)issue4_once(p); }
+DEVICE i64 fresh_index(const void* p, int at, int wide) {
+    if (!wide) return fresh((const int*)p + at);
     const uint2 x = issue8_once((const i64*)p + at);
     return (i64)((u64)x.y << 32 | x.x);
 }
 DEVICE i64 slot_of(const FoldParams& p, int b) {
-    return p.state_indices ? index_now(p.state_indices, b, p.wide_state) : b;
+    return p.state_indices ? fresh_index(p.state_indices, b, p.wide_state) : b;
 }
 
 // What is known of a flushing row: where its state and its records are. Pools have fewer than 2^31 slots.
@@ -124,24 +124,26 @@ DEVICE Flush* flushes() { return (Flush*)(shared_memory + AT_FLUSHES); }
 // of bounds, unless its index is still to be written, see replay_fold.
 DEVICE bool must_flush(const FoldParams& p, int b, Flush& row) {
     if (b >= p.B) return false;
-    const i64 slot = slot_of(p, b), ring = p.ring_indices ? index_now(p.ring_indices, b, p.wide_ring) : slot;
+    const i64 slot = slot_of(p, b),
+              ring = p.ring_indices ? fresh_index(p.ring_indices, b, p.wide_ring) : slot;
     if (slot < 0 || ring < 0 || slot >= p.slots || ring >= p.rings) return false;
 #if ROAD == 2
-    const i64 target = index_now(p.targets, b, p.wide_targets), applied = index_now(p.counts, b, p.wide_counts);
+    const i64 target = fresh_index(p.targets, b, p.wide_targets),
+              applied = fresh_index(p.counts, b, p.wide_counts);
     if (target < 0) return false;
     const int held = applied < 0 ? 0 : applied < p.L ? (int)applied : p.L;
-    row = {(u32)slot, (u32)ring, now(p.ring_start + ring), held, (u32)target};
+    row = {(u32)slot, (u32)ring, fresh(p.ring_start + ring), held, (u32)target};
     return true;
 #endif
     if (p.state_indices && slot == p.pad_slot) return false;
     i64 count = p.T;
     if (p.lens) {
-        count = index_now(p.lens, b, p.wide_lens);
-        if (p.varlen) count = index_now(p.lens, b + 1, p.wide_lens) - count;
+        count = fresh_index(p.lens, b, p.wide_lens);
+        if (p.varlen) count = fresh_index(p.lens, b + 1, p.wide_lens) - count;
         if (count > p.T) count = p.T;
     }
     row.slot = (u32)slot, row.ring = (u32)ring;
-    row.start = now(p.ring_start + ring), row.hist = now(p.hist_len + ring);
+    row.start = fresh(p.ring_start + ring), row.hist = fresh(p.hist_len + ring);
     return row.hist > 0 && row.hist + count > p.L;
 }
 
@@ -390,8 +392,8 @@ DEVICE void multiply_channels(bool l2norm, int hist, int warp, int lane) {
 
 // ---- what records do to each other ----
 
-// Weights of the records at the end, and what the matrix is made of; lane `lane` has record `lane`. What gates
-// have to do with it, which are not KDA's, by one warp.
+// Weights of the records at the end, and what the matrix is made of; lane `lane` has record `lane`. What
+// gates have to do with it, which are not KDA's, by one warp.
 DEVICE void weigh_gates(float A, int hist, int lane) {
     float* const norms = (float*)(shared_memory + AT_NORMS);
     float* const weights = (float*)(shared_memory + AT_WEIGHTS);
@@ -767,8 +769,8 @@ DEVICE void fetch_read(const FoldParams& p, const Flush& of, u32 head, int warp,
                    V % 16 == 0 || row < V);
     }
     if (lane < Read::SCALE_BYTES)
-        copy_async(shared_memory + AT_READ_SCALES + (Read::SCALE_BYTES * warp + lane) * 16, scales + 16 * lane,
-                   V % 16 == 0 || 16 * warp + 16 * lane / Read::SCALE_BYTES < V);
+        copy_async(shared_memory + AT_READ_SCALES + (Read::SCALE_BYTES * warp + lane) * 16,
+                   scales + 16 * lane, V % 16 == 0 || 16 * warp + 16 * lane / Read::SCALE_BYTES < V);
 }
 DEVICE void fetch_scalars(const FoldParams& p, const Flush& of, u32 head, int lane) {
     float* const to = (float*)(shared_memory + AT_GATES) + lane;
@@ -1063,7 +1065,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
             if (row < listed()[1])
                 prefetch_head(p, flushes()[row].slot, flushes()[row].ring, head, 32 * warp_id() + lane_id());
             await_previous();
-            let_next_start();  // not before: the step's rows that don't flush wait for no more than this start
+            let_next_start();  // not before: the step's rows that don't flush wait for no more than this
+                               // start
             if (STOCHASTIC) seed = *p.rand_seed;
             continue;
         }
