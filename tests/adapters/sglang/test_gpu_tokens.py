@@ -35,12 +35,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "off": {},
     "again": {"chunked_prefill_size": 256},
     "on": {"enable_linear_replayssm": True},
+    "small": {"enable_linear_replayssm": True},
     "drafts": {
         "enable_linear_replayssm_spec": True, "speculative_algorithm": "NGRAM",
         "speculative_num_draft_tokens": 4, "speculative_ngram_max_bfs_breadth": 1,
     },
 }  # fmt: skip
-ON = ("on", "drafts")
+ON = ("on", "small", "drafts")
+SMALL_BATCH = {"small": {"REPLAYSSM_SMALL_BATCH": "8"}}
+RANKS = {"tp_size": 2, "disable_custom_all_reduce": True, "requests": 300}
 JUDGED_TOGETHER = 25
 TIE = 0.1
 """How far a token may be ahead of the next, in log probability, for bf16 to turn them round."""
@@ -65,8 +68,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Se
         return dict(zip(jobs, results, strict=True))
 
 
-def serve(model: Path, way: str, target: Path) -> Served:
-    """Run one engine. `TEST_LOGS` names a folder that keeps the logs; it is made."""
+def serve(model: Path, way: str, target: Path, more: dict[str, Any] | None = None) -> Served:
+    """Run one engine, with more options. `TEST_LOGS` names a folder that keeps the logs; it is made."""
     options = {
         "requests": REQUESTS, "dtype": "bfloat16", "sampling_backend": "pytorch", "grammar_backend": "none",
         "prefill_attention_backend": "triton", "decode_attention_backend": "triton",
@@ -74,12 +77,12 @@ def serve(model: Path, way: str, target: Path) -> Served:
         "enable_fp32_lm_head": True, "mamba_ssm_dtype": "float32", "max_running_requests": 64,
         "max_mamba_cache_size": 400, "max_total_tokens": 12000, "mem_fraction_static": 0.9,
         "chunked_prefill_size": 512, "mamba_track_interval": 64, "cuda_graph_backend_prefill": "disabled",
-        "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64], **WAYS[way],
+        "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64], **WAYS[way], **(more or {}),
     }  # fmt: skip
-    environment = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "50"}
+    retractions = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "50"}
     result = subprocess.run(
         [sys.executable, str(HERE / "many_requests.py"), str(model), json.dumps(options), str(target)],
-        env={**os.environ, **environment},
+        env={**os.environ, **retractions, **SMALL_BATCH.get(way, {})},
         capture_output=True,
         text=True,
         check=False,
@@ -98,30 +101,51 @@ def serve(model: Path, way: str, target: Path) -> Served:
 def test_the_same_tokens_with_the_flag(
     served: dict[tuple[str, str], Served], rule: str, way: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Greedy tokens are equal, but for ties; there are no more of these than SGLang has with itself."""
+    """Standard decoding, also with steps of few rows left to SGLang's kernels, and drafts of n-grams."""
+    runs = {each: served[rule, each] for each in ("off", "again", way)}
+    assert f"{rule} layers of SGLang" not in runs["again"].log
+    assert f"{rule} layers of SGLang" in runs[way].log
+    assert_the_same_tokens(runs, way, record_property)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks of tensor parallelism need two GPUs")
+@pytest.mark.parametrize("rule", FOLDERS)
+def test_the_same_tokens_of_two_ranks(
+    rule: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Tensor parallelism: each rank has its heads' rings."""
+    model, ways = convert(rule, tmp_path / rule, "bfloat16"), ("off", "again", "on")
+    with ThreadPoolExecutor(len(ways)) as pool:
+        found = pool.map(lambda way: serve(model, way, tmp_path / f"{rule}-{way}-ranks", RANKS), ways)
+        runs = dict(zip(ways, found, strict=True))
+    assert runs["on"].log.count(f"{rule} layers of SGLang") == 2
+    assert_the_same_tokens(runs, "on", record_property)
+
+
+def assert_the_same_tokens(
+    runs: dict[str, Served], way: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Greedy tokens of `way` are those of "off", but for ties, which are no more than those of "again"."""
+    for run in runs.values():
+        assert run.found, run.log[-3000:]
+        assert re.search("#retracted_reqs: [1-9]", run.log), run.log[-3000:]
+    off = runs["off"].found
     parted: dict[str, list[float]] = {}
-    off = served[rule, "off"]
     for each in ("again", way):
-        there = served[rule, each]
-        for run in (off, there):
-            assert run.found, run.log[-3000:]
-            assert re.search("#retracted_reqs: [1-9]", run.log), run.log[-3000:]
-        assert (f"{rule} layers of SGLang" in there.log) == (each == way)
+        there = runs[each].found
         parted[each] = [
             ahead[equal]
-            for tokens, other, ahead in zip(
-                off.found["outputs"], there.found["outputs"], off.found["ahead"], strict=True
-            )
+            for tokens, other, ahead in zip(off["outputs"], there["outputs"], off["ahead"], strict=True)
             if (equal := same(tokens, other)) < len(tokens)
         ]
-        record_property(f"requests_equal_{each}", REQUESTS - len(parted[each]))
+        record_property(f"requests_equal_{each}", len(off["outputs"]) - len(parted[each]))
         record_property(f"largest_tie_{each}", max(parted[each], default=0.0))
-        record_property(f"cached_tokens_{each}", there.found["cached"])
-    record_property("cached_tokens_off", off.found["cached"])
-    record_property("tokens", sum(map(len, off.found["outputs"])))
+        record_property(f"cached_tokens_{each}", there["cached"])
+    record_property("cached_tokens_off", off["cached"])
+    record_property("tokens", sum(map(len, off["outputs"])))
     assert max(parted[way], default=0.0) < TIE, sorted(parted[way])[-10:]
     assert len(parted[way]) <= 1.5 * len(parted["again"]) + 5
-    assert served[rule, way].found["cached"] > 0.9 * off.found["cached"] > 0
+    assert runs[way].found["cached"] > 0.9 * off["cached"] > 0
 
 
 @pytest.mark.parametrize("rule", FOLDERS)
