@@ -301,6 +301,18 @@ def test_every_half(precision: str, emulate: None) -> None:
 
 
 @runs_emulated
+@pytest.mark.parametrize("rings", [False, True], ids=["states", "rings"])
+def test_an_index_that_is_yet_to_be_written(rings: bool, emulate: None) -> None:
+    """The kernel looks ahead while the one before it, which may write indices, still runs."""
+    case = make_case("gdn", "nvfp4/fp16", window=16, hist=[16, 16, 16])
+    other, anything = deepcopy(case), torch.tensor([0, 2**40, 2])
+    index = StepIndex(ints([0, 1, 2]), anything) if rings else StepIndex(anything)
+    case.fold(index, (3, 1))
+    other.fold(StepIndex(ints([0, 2])), (2, 1))
+    assert same_copies(case, other)
+
+
+@runs_emulated
 @pytest.mark.parametrize(
     "precision", ["nvfp4+sr", "bf16/fp8+sr", "fp8/int8+sr", "int8/mxfp4+sr", "nvfp4/fp16+sr"]
 )
