@@ -135,6 +135,19 @@ def precision(results: Path = RESULTS) -> str:
     return "\n\n".join([*map(table.markdown, tables), _kernels_source(path, record)]) + "\n"
 
 
+def skipping(results: Path = RESULTS) -> str:
+    """Times of steps that leave a share of the checkpoints unread."""
+    path = newest("skipping", results)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    whole = {row["case"]: row["us"] for row in record["rows"] if row["impl"] == "ours"}
+    lines = [["case", "left unread", "us", "all read / this", "MB"]]
+    for row in record["rows"]:
+        share = row["impl"].removeprefix("ours").removeprefix(" skip ") or "without norms"
+        faster, size = f"{whole[row['case']] / row['us']:.2f}", f"{row['bytes'] / 1e6:.1f}"
+        lines.append([row["case"], share, f"{row['us']:.1f}", faster, size])
+    return f"{table.markdown(lines)}\n\n{_kernels_source(path, record)}\n"
+
+
 def requests_in_flight() -> str:
     """How many times as many requests SGLang runs with drafts as with snapshots, by its prefix cache."""
     kept = {"no prefix cache": 1, "`no_buffer`": 3, "`extra_buffer_lazy`": 4, "`extra_buffer`": 5}
@@ -178,12 +191,13 @@ def e2e_sglang(topic: str = "e2e-sglang", results: Path = RESULTS) -> str:
     record = json.loads(path.read_text(encoding="utf-8"))
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("sglang", "torch", "triton"))
     commands = "; ".join(f"`{command}`" for command in record["command"].split("; "))
+    timed = [row for row in record["rows"] if "step_ms" in row]
+    what = f"Milliseconds of a step, median of {timed[0]['replays']}. " if timed else ""
     parts = [
-        table.markdown(e2e.lines(record["rows"])),
+        *([table.markdown(e2e.lines(timed))] if timed else []),
         *(table.markdown(lines) for lines in profiles(record["rows"])),
-        f"Milliseconds of a step, median of {record['rows'][0]['replays']}. From [{path.name}](../bench/"
-        f"results/{path.name}) on {record['date']}; {record['gpu']}; {versions}; commit "
-        f"{_commit(record)}: {commands}.",
+        f"{what}From [{path.name}](../bench/results/{path.name}) on {record['date']}; {record['gpu']}; "
+        f"{versions}; commit {_commit(record)}: {commands}.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -196,7 +210,7 @@ def profiles(rows: Sequence[dict[str, Any]]) -> list[list[list[str]]]:
             profiled.setdefault((row["model"], row["T"], row["batch"]), {})[row["mode"]] = row
     made = []
     for (model, tokens, batch), by_way in profiled.items():
-        ways = [way for way in e2e.WAYS if way in by_way]
+        ways = sorted(by_way, key=[*e2e.WAYS, *by_way].index)
         lines = [[f"{model}, T = {tokens}, batch {batch}", *(f"{way}, us" for way in ways)]]
         for name, key in (("first kernel to last", "span_us"), ("kernels, in number", "launches")):
             lines.append([name, *(f"{by_way[way][key]:.1f}" for way in ways)])
@@ -337,6 +351,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "e2e-sglang-mtp": partial(e2e_sglang, "e2e-sglang-mtp"),
     "e2e-sglang-nemotron": partial(e2e_sglang, "e2e-sglang-nemotron"),
     "e2e-sglang-nemotron-again": partial(e2e_sglang, "e2e-sglang-nemotron-again"),
+    "e2e-sglang-profile": partial(e2e_sglang, "e2e-sglang-profile"),
     "e2e-sglang-qwen": partial(e2e_sglang, "e2e-sglang-qwen"),
     "e2e-transformers": e2e_transformers,
     "kernels": kernels,
@@ -346,6 +361,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "precision-plan": precision_plan,
     "recall": recalled,
     "requests-in-flight": requests_in_flight,
+    "skipping": skipping,
 }
 
 
