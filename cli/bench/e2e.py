@@ -67,6 +67,9 @@ class Engine(Protocol):
     def end(self) -> None:
         """End it; its memory is free afterwards."""
 
+    def kill(self) -> None:
+        """End it at once, whatever it is doing; `end` is still to come."""
+
 
 Start = Callable[[Sequence[str], Mapping[str, str]], Engine]
 """Starts an engine with its command line and further environment."""
@@ -241,15 +244,16 @@ def time_group(
 ) -> None:
     """Time engines of models and ways in turn, batch after batch; one that fails leaves the others be."""
     engines: dict[tuple[str, str], Engine] = {}
-    for model, way in group:
-        launch = KINDS[run.engine].launch(model, way, arguments)
-        engines[model, way] = start(launch.arguments, launch.environment)
     tokens = {"input": given.input, "output": given.output, "replays": given.replays}
     orders: list[Message] = [{"order": "step", "batch": batch, **tokens} for batch in given.batch]
     if given.prefix:
         orders.append({"order": "prefix", "prefix": given.prefix, "replays": given.replays})
     orders += [{"order": "profile", "batch": batch, "input": given.input} for batch in given.profile]
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
+        for model, way in group:
+            launch = KINDS[run.engine].launch(model, way, arguments)
+            engines[model, way] = start(launch.arguments, launch.environment)
         for order in [{"order": "facts"}, *orders]:
             for model, way in list(engines):
                 name = Path(model).name
@@ -272,9 +276,19 @@ def time_group(
                     figures = {key: value for key, value in answer.items() if key != "kernels"}
                     say(f"{name}, {way}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
                     keep()
+    except SystemExit:
+        for each in engines.values():
+            each.kill()
+        raise
     finally:
+        signal.signal(signal.SIGTERM, before)
         for each in engines.values():
             each.end()
+
+
+def _leave(number: int, _: Any) -> None:
+    """A signal that ends the program as any other exit does, so that it leaves no engine behind."""
+    sys.exit(128 + number)
 
 
 def _check_trtllm(given: argparse.Namespace) -> None:
@@ -334,9 +348,14 @@ class Process:
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self.kill()
             self._process.wait()
         self._folder.cleanup()
+
+    def kill(self) -> None:
+        """See `Engine`."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _told(self) -> str:
         """The end of its log."""

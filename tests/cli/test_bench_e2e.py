@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,6 +171,27 @@ def test_an_engine_that_cannot_start_says_why() -> None:
     engine = e2e.Process(["--model-path", "no-such-model"], {"PYTHONPATH": ""})
     with pytest.raises(e2e.EngineFailed, match=r"status 1: .*Error"):
         engine.ask(order="facts")
+
+
+def test_a_signal_leaves_no_engine_behind(tmp_path: Path) -> None:
+    """Engines that are busy when `timeout`, or a job's end, asks the command to stop."""
+    began = tmp_path / "began"
+    busy = f"import os, time; print(os.getpid(), file=open({str(began)!r}, 'a'), flush=True); time.sleep(600)"
+    script = f"""
+from replayssm.cli.bench import e2e
+
+start = lambda arguments, environment: e2e.Process([{busy!r}], {{}}, "timeit")
+e2e.main(["--model", "m", "--ways", "on,off", "--together"], start=start)
+"""
+    process = subprocess.Popen([sys.executable, "-P", "-c", script])
+    while not began.exists() or len(began.read_text().split()) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    for engine in map(int, began.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine, 0)
 
 
 class Server:
