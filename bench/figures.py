@@ -212,8 +212,14 @@ def profiles(rows: Sequence[dict[str, Any]]) -> list[list[list[str]]]:
     for (model, tokens, batch), by_way in profiled.items():
         ways = sorted(by_way, key=[*e2e.WAYS, *by_way].index)
         lines = [[f"{model}, T = {tokens}, batch {batch}", *(f"{way}, us" for way in ways)]]
-        for name, key in (("first kernel to last", "span_us"), ("kernels, in number", "launches")):
-            lines.append([name, *(f"{by_way[way][key]:.1f}" for way in ways)])
+        for name, key in (
+            ("first kernel to last", "span_us"),
+            ("until the next graph", "between_us"),
+            ("of it at work", "between_busy_us"),
+            ("kernels, in number", "launches"),
+        ):
+            if all(key in by_way[way] for way in ways):
+                lines.append([name, *(f"{by_way[way][key]:.1f}" for way in ways)])
         kernels = {way: {each["name"]: each["us"] for each in by_way[way]["kernels"]} for way in ways}
         names = dict.fromkeys(name for way in ways for name in kernels[way])
         for name in names:

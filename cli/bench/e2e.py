@@ -273,7 +273,7 @@ def time_group(
                     keep()
                 else:
                     run.rows.append({"model": name, "engine": run.engine, "mode": way, **answer})
-                    figures = {key: value for key, value in answer.items() if key != "kernels"}
+                    figures = {key: value for key, value in answer.items() if not isinstance(value, list)}
                     say(f"{name}, {way}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
                     keep()
     except SystemExit:

@@ -6,6 +6,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def steps(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         `profiled_steps`; per step `kernel_us`, time in kernels, `span_us`, from the first to the end of the
-        last, `launches`; `kernels`, those that take longest: `name`, `us` and `launches` of each.
+        last, `launches`; `spans_us`, each step's; where there are several `between_us`, from a step's end to
+        the next one's beginning, and `between_busy_us`, what the GPU works in it; `kernels`, those that take
+        longest: `name`, `us` and `launches` of each.
 
     Raises:
         ValueError: no launch in the trace has as many kernels as a step.
@@ -52,11 +55,25 @@ def steps(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for event in (event for kernels in found for event in kernels):
         times[event["name"]].append(float(event["dur"]))
     longest = sorted(times.items(), key=lambda item: -sum(item[1]))
+    spans = sorted(map(_span, found))
+    between = {}
+    if count > 1:
+        gaps = [(end, max(begin, end)) for (_, end), (begin, _) in pairwise(spans)]
+        others = [
+            _span([event]) for kernels in launches.values() if len(kernels) < FEWEST for event in kernels
+        ]
+        work = [max(0.0, min(end, to) - max(begin, since)) for since, to in gaps for begin, end in others]
+        between = {
+            "between_us": round(sum(to - since for since, to in gaps) / len(gaps), 1),
+            "between_busy_us": round(sum(work) / len(gaps), 1),
+        }
     return {
         "profiled_steps": count,
         "kernel_us": round(sum(map(sum, times.values())) / count, 1),
-        "span_us": round(sum(map(_span, found)) / count, 1),
+        "span_us": round(sum(end - begin for begin, end in spans) / count, 1),
         "launches": round(sum(map(len, found)) / count, 1),
+        "spans_us": [round(end - begin, 1) for begin, end in spans],
+        **between,
         "kernels": [
             {"name": name[:NAME], "us": round(sum(each) / count, 1), "launches": round(len(each) / count, 2)}
             for name, each in longest[:LISTED]
@@ -64,6 +81,7 @@ def steps(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _span(kernels: list[dict[str, Any]]) -> float:
+def _span(kernels: list[dict[str, Any]]) -> tuple[float, float]:
+    """When the first begins, and the last ends."""
     begin = min(float(event["ts"]) for event in kernels)
-    return max(float(event["ts"]) + float(event["dur"]) for event in kernels) - begin
+    return begin, max(float(event["ts"]) + float(event["dur"]) for event in kernels)

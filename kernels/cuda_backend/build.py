@@ -91,10 +91,7 @@ class StepConfig:
 
     @property
     def fills(self) -> bool:
-        """Whether the step may be large, and a multiprocessor shall hold as many programs as it can.
-
-        Another division of its memory than the next kernel's costs that one a few microseconds.
-        """
+        """Whether the step may be large, and a multiprocessor shall hold as many programs as it can."""
         return self.units > 1
 
     @property

@@ -63,7 +63,9 @@ def test_profiles_stand_side_by_side(figures: ModuleType) -> None:
     off = {**step, "mode": "off", "kernels": [{"name": "a", "us": 5.0}, {"name": "b", "us": 4.0}]}
     on = {**step, "mode": "on", "span_us": 8.0, "kernels": [{"name": "a", "us": 5.5}]}
     timed = {"model": "m", "T": 4, "batch": 1, "mode": "on", "step_ms": 1.0}
-    [lines] = figures.profiles([on, timed, off])
+    [lines] = figures.profiles([{**on, "between_us": 1.0}, {**off, "between_us": 2.0}])
+    assert lines[2] == ["until the next graph", "2.0", "1.0"]
+    [lines] = figures.profiles([on, timed, {**off, "between_us": 2.0}])
     assert lines == [
         ["m, T = 4, batch 1", "off, us", "on, us"],
         ["first kernel to last", "9.0", "8.0"],

@@ -246,6 +246,8 @@ def test_steps_of_a_trace(tmp_path: Path) -> None:
     events: list[Orders] = [
         kernel("prefill", 0.0, 500.0, 1),
         {"cat": "cpu_op", "name": "aten::mm", "dur": 3.0},
+        kernel("sample", 8000.0, 30.0, 8),
+        kernel("copy", 7380.0, 20.0, 6),
     ]
     for launch, step_us in ((7, 2.0), (9, 4.0)):
         for at in range(40):
@@ -259,11 +261,14 @@ def test_steps_of_a_trace(tmp_path: Path) -> None:
     assert found["launches"] == 40
     assert found["kernel_us"] == pytest.approx(20 * 5 + 20 * 3)
     assert found["span_us"] == pytest.approx(390 + 3)
+    assert found["spans_us"] == [392.0, 394.0]
+    assert found["between_us"] == pytest.approx(9000 - 7392)
+    assert found["between_busy_us"] == pytest.approx(30 + 8)
     assert found["kernels"] == [
         {"name": "gemm", "us": 100.0, "launches": 20.0}, {"name": "step", "us": 60.0, "launches": 20.0},
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no launch of 32"):
-        steps(events[:2])
+        steps(events[:4])
 
 
 def test_the_decode_trace_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
