@@ -180,6 +180,11 @@ def parser() -> argparse.ArgumentParser:
         help="record what decode steps of these batches do on the GPU, by torch's profiler, too",
     )  # fmt: skip
     options.add_argument(
+        "--stagger",
+        action="store_true",
+        help="let requests of a batch begin one after another, so that windows are full at different steps",
+    )
+    options.add_argument(
         "--together", action="store_true",
         help="start all engines side by side, which must leave each other room, and time them in turn",
     )  # fmt: skip
@@ -245,6 +250,8 @@ def time_group(
     """Time engines of models and ways in turn, batch after batch; one that fails leaves the others be."""
     engines: dict[tuple[str, str], Engine] = {}
     tokens = {"input": given.input, "output": given.output, "replays": given.replays}
+    if given.stagger:
+        tokens["stagger"] = True
     orders: list[Message] = [{"order": "step", "batch": batch, **tokens} for batch in given.batch]
     if given.prefix:
         orders.append({"order": "prefix", "prefix": given.prefix, "replays": given.replays})
@@ -292,8 +299,10 @@ def _leave(number: int, _: Any) -> None:
 
 
 def _check_trtllm(given: argparse.Namespace) -> None:
-    if given.prefix or given.profile:
-        raise CommandError("--prefix and --profile are SGLang's: leave them out with --engine trtllm")
+    if given.prefix or given.profile or given.stagger:
+        raise CommandError(
+            "--prefix, --profile and --stagger are SGLang's: leave them out with --engine trtllm"
+        )
     if "on" in given.ways and not os.environ.get(ENV_CONFIG):
         raise CommandError(
             f"{ENV_CONFIG} is not set: expected the path of an adapter.yaml for the way on; "

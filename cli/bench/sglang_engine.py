@@ -1,13 +1,14 @@
 """One engine of SGLang, timed on request: a process of `bench e2e`, with SGLang's command line.
 
-Orders are lines of JSON on the standard input: `facts`; `step`, with `batch`, tokens of `input` and `output`
-and `replays`; `prefix`, with tokens of the `prefix` and `replays`; `profile`, with `batch` and tokens of
-`input`. The answer to each is a line of JSON behind `MARK`, `refused` in it where the engine does not take so
-many requests; everything else that is printed is its log. It ends with its input.
+Orders are lines of JSON on the standard input: `facts`; `step`, with `batch`, tokens of `input` and `output`,
+`replays` and whether to `stagger`; `prefix`, with tokens of the `prefix` and `replays`; `profile`, with
+`batch` and tokens of `input`. The answer to each is a line of JSON behind `MARK`, `refused` in it where the
+engine does not take so many requests; everything else that is printed is its log. It ends with its input.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import statistics
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +27,10 @@ from replayssm.cli.bench.profile import read_trace, steps
 MARK = "replayssm-e2e "
 PACKAGES = ("replayssm-adapters", "sglang", "torch", "triton", "transformers")
 WARM_TOKENS = 8
+WAVES = 16
+"""Of requests that begin one after another."""
+LEAD = 4 * WAVES
+"""Tokens of a request by which the last has begun."""
 SUFFIX = 16
 """New tokens of a prompt whose prefix is cached."""
 PROFILED = 16
@@ -47,32 +53,74 @@ def step_times(
     """A row of the record: the time of a step of a batch, prefill and the first token taken off.
 
     Prompts of one batch are the same in every replay, and their prefix is cached from the first on where the
-    engine has a prefix cache. A step is a round of verification where drafts are verified.
+    engine has a prefix cache. A step is a round of verification where drafts are verified. Of requests that
+    begin one after another, which `generate` sees to, the tokens taken off are as many as it takes until all
+    have begun, so that steps of the whole batch are left.
     """
-    batch, more = order["batch"], order["output"]
+    batch, stagger = order["batch"], order.get("stagger", False)
+    lead = LEAD if stagger else 1
     given = prompts(batch, order["input"])
     generate(given, WARM_TOKENS)
-    first: list[float] = []
-    whole: list[float] = []
-    rounds, tokens = [], []
+    first, whole = Timed(), Timed()
     for _ in range(order["replays"]):
-        for count, times in ((1, first), (more, whole)):
+        for count, timed in ((lead, first), (lead - 1 + order["output"], whole)):
             begun = clock()
             infos = generate(given, count)
-            times.append(clock() - begun)
-        tokens.append(sum(info["completion_tokens"] for info in infos))
-        rounds.append(max(info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in infos))
-    steps, seconds = statistics.median(rounds), statistics.median(whole) - statistics.median(first)
-    decoded = statistics.median(tokens) - batch
+            timed.seconds.append(clock() - begun)
+            timed.tokens.append(sum(info["completion_tokens"] for info in infos))
+            rounds = (info.get("spec_verify_ct", info["completion_tokens"] - 1) for info in infos)
+            timed.rounds.append(max(rounds))
+    steps, seconds, decoded = (
+        statistics.median(more) - statistics.median(less)
+        for more, less in (
+            (whole.rounds, first.rounds),
+            (whole.seconds, first.seconds),
+            (whole.tokens, first.tokens),
+        )
+    )
     return {
         "batch": batch,
         "T": draft,
         "step_ms": round(seconds / steps * 1e3, 4),
         "tokens_per_s": round(decoded / seconds, 1),
         "accept_length": round(decoded / batch / steps, 3),
-        "first_token_ms": round(statistics.median(first) * 1e3, 3),
+        **(
+            {"staggered": True}
+            if stagger
+            else {"first_token_ms": round(statistics.median(first.seconds) * 1e3, 3)}
+        ),
         "replays": order["replays"],
     }
+
+
+@dataclass
+class Timed:
+    """Runs of a batch: seconds, tokens of all requests, rounds of the longest."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
+
+
+async def in_waves(engine: Any, given: Prompts, sampling: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each request's `meta_info`, of requests that begin one after another, a wave at a time.
+
+    A wave is sent when the one before has its first tokens, as one more request of a single token tells, so
+    that windows are full at different steps.
+    """
+
+    def send(prompt: list[int], count: int) -> asyncio.Future[Any]:
+        wanted = {**sampling, "max_new_tokens": count}
+        return asyncio.ensure_future(engine.async_generate(input_ids=prompt, sampling_params=wanted))
+
+    sent: list[asyncio.Future[Any]] = []
+    size = -(-len(given) // WAVES)
+    for begin in range(0, len(given), size):
+        wave = given[begin : begin + size]
+        sent += [send(prompt, sampling["max_new_tokens"]) for prompt in wave]
+        if begin + size < len(given):
+            await send(wave[-1], 1)
+    return [result["meta_info"] for result in await asyncio.gather(*sent)]
 
 
 def first_token(
@@ -155,6 +203,9 @@ def main(arguments: list[str], orders: Iterable[str]) -> None:
 
     def generate(given: Prompts, count: int) -> list[dict[str, Any]]:
         wanted = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0}
+        if order.get("stagger"):
+            infos: list[dict[str, Any]] = engine.loop.run_until_complete(in_waves(engine, given, wanted))
+            return infos
         return [result["meta_info"] for result in engine.generate(input_ids=given, sampling_params=wanted)]
 
     draft = server_args.speculative_num_draft_tokens if server_args.speculative_algorithm else 1

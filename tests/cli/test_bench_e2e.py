@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -123,6 +124,11 @@ def test_engines_side_by_side_are_timed_in_turn() -> None:
     assert said.count("qwen, on: not timed: batch 128: the engine runs at most 64 requests at a time") == 1
 
 
+def test_staggered_steps() -> None:
+    _, engines = run("--ways", "on", "--batch", "1", "--stagger")
+    assert engines.asked[1][1]["stagger"] is True
+
+
 def test_profiles_come_last(tmp_path: Path) -> None:
     file = tmp_path / "e2e.json"
     said, engines = run("--ways", "on", "--batch", "1", "--profile", "1,8", "--json", str(file))
@@ -228,6 +234,45 @@ def test_prefill_is_taken_off(rounds: float, accepted: float) -> None:
     assert row["tokens_per_s"] == pytest.approx(4 * 128 / (0.01 * 128 * rounds), rel=1e-3)
     assert row["first_token_ms"] == pytest.approx(500.0)
     assert server.asked == [(4, 8), *[(4, 1), (4, 129)] * 3]
+
+
+@pytest.mark.parametrize(("rounds", "accepted"), [(1.0, 1.0), (0.5, 2.0)])
+def test_tokens_before_all_have_begun_are_taken_off(rounds: float, accepted: float) -> None:
+    """Of requests that begin one after another: steps are those of the whole batch."""
+    server = Server(rounds)
+    order = {"batch": 4, "input": 16, "output": 129, "replays": 3, "stagger": True}
+    row = sglang_engine.step_times(server.generate, prompts, order, 1, server.clock)
+    assert row["step_ms"] == pytest.approx(10.0, rel=0.02)
+    assert row["accept_length"] == pytest.approx(accepted, rel=0.02)
+    assert row["staggered"] is True
+    assert "first_token_ms" not in row, "that of the last wave, behind the others'"
+    assert server.asked == [(4, 8), *[(4, 64), (4, 192)] * 3]
+
+
+@pytest.mark.parametrize(("batch", "waves"), [(1, 1), (5, 5), (40, 14), (256, 16)])
+def test_requests_begin_in_waves(batch: int, waves: int) -> None:
+    """The next is sent when the one before has its first tokens; all stay to their end."""
+
+    class Asked:
+        def __init__(self) -> None:
+            self.log: list[tuple[str, int, int]] = []
+
+        async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any]) -> Any:
+            count = sampling_params["max_new_tokens"]
+            assert sampling_params == {"max_new_tokens": count, "temperature": 0}
+            self.log.append(("begin", input_ids[0], count))
+            await asyncio.sleep(0.0 if count == 1 else 0.2)
+            self.log.append(("end", input_ids[0], count))
+            return {"meta_info": {"of": input_ids[0]}}
+
+    engine, given = Asked(), [[number] for number in range(batch)]
+    infos = asyncio.run(sglang_engine.in_waves(engine, given, {"max_new_tokens": 64, "temperature": 0}))
+    assert infos == [{"of": number} for number in range(batch)]
+    heralds = [number for what, number, count in engine.log if count == 1 and what == "end"]
+    assert len(heralds) == waves - 1
+    for herald in heralds:
+        begun = engine.log[: engine.log.index(("end", herald, 1))]
+        assert [number for _, number, count in begun if count == 64] == list(range(herald + 1))
 
 
 def test_first_token_behind_a_cached_prefix() -> None:

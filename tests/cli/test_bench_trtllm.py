@@ -168,7 +168,8 @@ def test_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         ([], "TRTLLM_REPLAYSSM_CONFIG is not set"),
-        (["--ways", "off", "--prefix", "100"], "--prefix and --profile are SGLang's"),
+        (["--ways", "off", "--prefix", "100"], "--prefix, --profile and --stagger are SGLang's"),
+        (["--ways", "off", "--stagger"], "--prefix, --profile and --stagger are SGLang's"),
         (["--ways", "off", "--", "--replay"], "--replay is set by the way"),
     ],
 )
