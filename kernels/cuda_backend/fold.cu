@@ -804,6 +804,9 @@ DEVICE void fetch_head(const FoldParams& p, const Flush& listed, u32 head, int w
     copies_commit();
     if (V % 16 && 16 * warp + 16 > V) return;
     for (int i = lane; !STAGED && i < 16 * State::ROW_BYTES / 128; i += 32) prefetch(codes + 128 * i);
+    const char* const read = codes_at<READ_AS>(p.read, row.slot, head, 16 * warp);
+    for (int i = lane; CORRECTS && !BRINGS && i < 16 * Read::ROW_BYTES / 128; i += 32)
+        prefetch(read + 128 * i);
 }
 
 // What a head needs that is large, to the L2 cache; of its rings all rows.
@@ -812,7 +815,7 @@ DEVICE void prefetch_head(const FoldParams& p, u32 slot, u32 ring, u32 head, int
         for (int at = 128 * thread; at < bytes; at += 128 * THREADS) prefetch((const char*)from + at);
     };
     prefetch_all(codes_at<STATE>(p.state, slot, head, 0), V * State::ROW_BYTES);
-    if (SPLIT) prefetch_all(codes_at<READ_AS>(p.read, slot, head, 0), V * Read::ROW_BYTES);
+    if (CORRECTS) prefetch_all(codes_at<READ_AS>(p.read, slot, head, 0), V * Read::ROW_BYTES);
     prefetch_all((const char*)p.u + (ring * p.s_u + head * p.h_u) * U_BYTES, p.R * V * U_BYTES);
     prefetch_all((const char*)p.k + (ring * p.s_k + head / GROUP * p.h_k) * ACT_BYTES, p.R * K * ACT_BYTES);
 }
