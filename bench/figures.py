@@ -36,6 +36,8 @@ PLOT = ROOT / "docs" / "kernels.png"
 PRECISION_PLOT = ROOT / "docs" / "precision.png"
 SHOWN_COMMANDS = 4
 """Of a study that several processes have measured."""
+LONG_RECALL = "recall-long"
+"""Topic of a record of `bench recall` that runs far, on any device."""
 PLANNED = "Nemotron-3-Super-120B-A12B"
 PLAN = ["plan", "--model", PLANNED, "--window", "16", "--precision", "fp32"]
 MARKED = re.compile(r"(<!-- figures:(\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -253,8 +255,8 @@ def split_gain(results: Path = RESULTS) -> str:
 
 
 def recalled(results: Path = RESULTS) -> str:
-    """What layers recall, by rule and precision."""
-    rows = _record("recall", results)["rows"]
+    """What layers recall, by rule and precision, to the greatest length that was measured."""
+    rows = _record(LONG_RECALL, results)["rows"]
     parts = []
     for rule in dict.fromkeys(row["rule"] for row in rows):
         own = [row for row in rows if row["rule"] == rule]
@@ -263,7 +265,24 @@ def recalled(results: Path = RESULTS) -> str:
             f"**{rule}** (V {value_dim}, K {key_dim}, heads {heads})",
             table.markdown(recall.lines(own)),
         ]
-    return "\n\n".join([*parts, study_source("recall", results)])
+    return "\n\n".join([*parts, study_source(LONG_RECALL, results)])
+
+
+def recalled_by_kernels(results: Path = RESULTS) -> str:
+    """How far the errors of a GPU's kernels are from those of the record above, in shorter runs."""
+    long, short = (
+        {
+            (row["rule"], row["precision"], row["last"]): row["error_old"]
+            for row in _record(topic, results)["rows"]
+        }
+        for topic in (LONG_RECALL, "recall")
+    )
+    ratios = [error / long[key] for key, error in short.items() if error and long.get(key)]
+    furthest = max(last for _, _, last in short)
+    return (
+        f"To {furthest} tokens the errors of pairs written at the start are {min(ratios):.2f} to "
+        f"{max(ratios):.2f} times the table's. {study_source('recall', results)}"
+    )
 
 
 def study_source(topic: str, results: Path = RESULTS) -> str:
@@ -344,7 +363,7 @@ def draw_precision(path: Path, results: Path = RESULTS) -> None:
     """Draw the plot of the newest records; needs matplotlib."""
     from replayssm.cli.bench.accuracy.plot import draw
 
-    draw(path, _record("accuracy", results)["rows"], _record("recall", results)["rows"])
+    draw(path, _record("accuracy", results)["rows"], _record(LONG_RECALL, results)["rows"])
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -366,6 +385,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "precision": precision,
     "precision-plan": precision_plan,
     "recall": recalled,
+    "recall-kernels": recalled_by_kernels,
     "requests-in-flight": requests_in_flight,
     "skipping": skipping,
 }

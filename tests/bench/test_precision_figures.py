@@ -45,7 +45,8 @@ def results(tmp_path: Path) -> Path:
     ]  # fmt: skip
     recall = [recalled("fp32", 16, 1e-7), recalled("nvfp4+sr", 16, 0.1), recalled("nvfp4+sr", 64, 0.2)]
     recall.append(recalled("fp32", 64, 2e-7))
-    for topic, rows in (("accuracy", accuracy), ("recall", recall)):
+    kernels = [recalled("fp32", 16, 2e-7), recalled("nvfp4+sr", 16, 0.09)]
+    for topic, rows in (("accuracy", accuracy), ("recall-long", recall), ("recall", kernels)):
         record = {"topic": topic, **HEAD, "rows": rows}
         (tmp_path / f"{topic}-cpu-2026-01-02.json").write_text(json.dumps(record), encoding="utf-8")
     return tmp_path
@@ -132,6 +133,10 @@ def test_recall_and_where_it_is_from(figures: ModuleType, results: Path) -> None
     assert "**gdn** (V 64, K 128, heads 1)" in text
     assert "| nvfp4+sr | 1.0e-01 | 2.0e-01 | - | 5.0e-01 | 2.5e-01 |" in text
     assert "no GPU; some CPU; torch 2.11; commit 0123456789ab: `replayssm bench accuracy`." in text
+    text = figures.recalled_by_kernels(results)
+    assert text.startswith(
+        "To 16 tokens the errors of pairs written at the start are 0.90 to 2.00 times the table's"
+    )
 
 
 def test_the_plot_is_drawn(figures: ModuleType, results: Path) -> None:
