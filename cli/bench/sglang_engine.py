@@ -30,7 +30,7 @@ WARM_TOKENS = 8
 WAVES = 16
 """Of requests that begin one after another."""
 LEAD = 4 * WAVES
-"""Tokens of a request by which the last has begun."""
+"""Tokens of a request by which the last must have begun."""
 SUFFIX = 16
 """New tokens of a prompt whose prefix is cached."""
 PROFILED = 16
@@ -60,7 +60,7 @@ def step_times(
     batch, stagger = order["batch"], order.get("stagger", False)
     lead = LEAD if stagger else 1
     given = prompts(batch, order["input"])
-    generate(given, WARM_TOKENS)
+    generate(given, lead if stagger else WARM_TOKENS)
     first, whole = Timed(), Timed()
     for _ in range(order["replays"]):
         for count, timed in ((lead, first), (lead - 1 + order["output"], whole)):
@@ -107,6 +107,9 @@ async def in_waves(engine: Any, given: Prompts, sampling: dict[str, Any]) -> lis
 
     A wave is sent when the one before has its first tokens, as one more request of a single token tells, so
     that windows are full at different steps.
+
+    Raises:
+        RuntimeError: one has ended before the last was sent, so that not all of them ran at once.
     """
 
     def send(prompt: list[int], count: int) -> asyncio.Future[Any]:
@@ -120,6 +123,11 @@ async def in_waves(engine: Any, given: Prompts, sampling: dict[str, Any]) -> lis
         sent += [send(prompt, sampling["max_new_tokens"]) for prompt in wave]
         if begin + size < len(given):
             await send(wave[-1], 1)
+    if ended := sum(each.done() for each in sent):
+        raise RuntimeError(
+            f"{ended} of {len(given)} requests of {sampling['max_new_tokens']} tokens ended before the last "
+            "had begun: expected all to run at once; leave --stagger out for this batch"
+        )
     return [result["meta_info"] for result in await asyncio.gather(*sent)]
 
 

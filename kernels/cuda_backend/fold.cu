@@ -53,7 +53,7 @@ constexpr int AT_TOTAL = AT_DECAYS + LR * (KDA ? K * 4 : VALUES_STRIDE);
 constexpr int AT_MATRIX = AT_TOTAL + (KDA ? K * 4 : 0);
 constexpr int AT_INVERSE = AT_MATRIX + (DELTA && (CORRECTS || !KDA) ? LR * MATRIX_STRIDE * 4 : 0);
 constexpr int AT_NORMS =
-    AT_INVERSE + (CORRECTS ? LR * MATRIX_STRIDE * 4 : 0);  // and more of records, see weigh
+    AT_INVERSE + (CORRECTS ? LR * MATRIX_STRIDE * 4 : 0);  // and more of records, see weigh_gates
 constexpr int AT_WEIGHTS = AT_NORMS + 4 * 4 * LR;
 constexpr int AT_GATES = AT_WEIGHTS + 4 * (LR + 4);  // records' gates, but KDA's; their beta; a head's scale
 constexpr int AT_MAXIMA = AT_GATES + 4 * (2 * LR + 4);  // of the warps, for either copy
@@ -899,7 +899,7 @@ DEVICE auto random_words(const FoldParams& p, i64 seed, u32 slot, u32 head, int 
     };
 }
 
-// Both copies of a head's new state. Slot, seed and lane are looked up anew, the lane by way of a shuffle:
+// Both copies of a head's new state. Slot and lane are looked up anew, the lane by way of a shuffle:
 // the compiler would work out addresses before the fold, which has no registers for them.
 DEVICE void store_head(const FoldParams& p, i64 seed, u32 slot, u32 head, float (&x)[2][32], State& state) {
     const int warp = warp_id(), lane = shuffle(lane_id(), lane_id());
@@ -1068,8 +1068,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
             if (row < listed()[1])
                 prefetch_head(p, flushes()[row].slot, flushes()[row].ring, head, 32 * warp_id() + lane_id());
             await_previous();
-            let_next_start();  // not before: the step's rows that don't flush wait for no more than this
-                               // start
+            let_next_start();  // not before: rows that don't flush wait for no more than this kernel's start
             if (STOCHASTIC) seed = *p.rand_seed;
             continue;
         }
