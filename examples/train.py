@@ -20,6 +20,7 @@ import argparse
 import ast
 import contextlib
 import hashlib
+import importlib.util
 import json
 import math
 import platform
@@ -420,15 +421,62 @@ def unit(x: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
+def fla_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As `chunked_delta`, by flash-linear-attention's kernels: bf16 operands, fp32 decays and states."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.kda import chunk_kda
+
+    repeats, dtype = value.shape[2] // key.shape[2], value.dtype
+    query, key = (x.repeat_interleave(repeats, dim=2).bfloat16() for x in (query, key))
+    scan = chunk_kda if g.dim() == 4 else chunk_gated_delta_rule
+    options = {"g": g.float(), "beta": beta.float(), "use_qk_l2norm_in_kernel": True}
+    output, _ = scan(query, key, value.bfloat16(), **options)
+    return output.to(dtype), None
+
+
+def fla_mamba2(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float],
+    **_: Any,
+) -> Tensor:
+    """What the format's own scan of Mamba-2 computes from an empty state, by fla's kernels: linear
+    attention of queries `C`, keys `B` and values `dt x`, decayed by `exp(dt A)` a head."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    dt = F.softplus(dt.float() + dt_bias).clamp(*dt_limit)
+    query, key = (x.repeat_interleave(dt.shape[2] // x.shape[2], dim=2).bfloat16() for x in (C, B))
+    value = (hidden_states * dt[..., None]).bfloat16()
+    output, _ = chunk_simple_gla(query, key, value, g=A.float() * dt, scale=1.0)
+    return output + D[:, None] * hidden_states
+
+
 @contextlib.contextmanager
-def quick_scans() -> Iterator[None]:
+def quick_scans(fla: bool = False) -> Iterator[None]:
     from transformers.models.kimi_linear import modeling_kimi_linear
+    from transformers.models.nemotron_h import modeling_nemotron_h
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
-    with (
-        mock.patch.object(modeling_kimi_linear, "chunk_kimi_delta_attention", chunked_delta),
-        mock.patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", chunked_delta),
-    ):
+    delta = fla_delta if fla else chunked_delta
+    with contextlib.ExitStack() as patches:
+        patch = mock.patch.object
+        patches.enter_context(patch(modeling_kimi_linear, "chunk_kimi_delta_attention", delta))
+        patches.enter_context(patch(modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta))
+        if fla:
+            patches.enter_context(patch(modeling_nemotron_h, "mamba2_chunk_scan", fla_mamba2))
         yield
 
 
@@ -467,7 +515,8 @@ class Settings:
     peak_rate: float
     seed: int
     steps: int | None = None  # the schedule is over these, or over the time
-    autocast: bool = False  # to bfloat16, but for the recurrences
+    autocast: bool = False  # to bfloat16, but for the recurrences unless fla computes them
+    scans: str = "own"  # what computes the recurrences
     final_rate: float = 0.01  # of the peak
     warm_up: float = 0.04  # of the time
     weight_decay: float = 0.1
@@ -707,7 +756,13 @@ def run(arguments: argparse.Namespace, started: float) -> None:
     device = torch.device(arguments.device)
     folder: Path = arguments.out or MODELS / RULES[rule].folder
     settings = Settings(
-        arguments.batch, arguments.length, arguments.rate, arguments.seed, arguments.steps, arguments.autocast
+        batch=arguments.batch,
+        length=arguments.length,
+        peak_rate=arguments.rate,
+        seed=arguments.seed,
+        steps=arguments.steps,
+        autocast=arguments.autocast,
+        scans=arguments.scans,
     )
     corpus = read_corpus(arguments)
     training, held = corpus.split()
@@ -715,7 +770,8 @@ def run(arguments: argparse.Namespace, started: float) -> None:
     torch.set_float32_matmul_precision("high")
     model = build(rule, arguments.size == "large").to(device)  # type: ignore[arg-type]
     print(f"{rule}: {model.num_parameters():,} parameters, {len(corpus.texts)} files", flush=True)
-    with quick_scans(), full_precision_scans(model):
+    fla = settings.scans == "fla"
+    with quick_scans(fla), contextlib.nullcontext() if fla else full_precision_scans(model):
         steps = train(model, joined(training, device), settings, started + arguments.seconds)
 
     torch.set_float32_matmul_precision("highest")
@@ -783,6 +839,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, help="end after so many, on any machine, if there is time for them")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--autocast", action="store_true", help="to bfloat16, but for the recurrences")
+    p.add_argument(
+        "--scans",
+        choices=("own", "fla"),
+        default="own",
+        help="what computes the recurrences: plain torch in fp32, or the kernels of flash-linear-attention,"
+        " several times faster, which need that package and a GPU",
+    )
     p.add_argument("--out", type=Path, help="the model's folder; by default under examples/models")
     p.add_argument("--device", default="cuda" if gpu else "cpu")
     p.add_argument("--batch", type=int, default=24)
@@ -808,6 +871,8 @@ def main() -> None:
         arguments.held_out.write_bytes(b"".join(text for _, text in sorted(held.items())))
     elif arguments.rule and arguments.size == "large" and not arguments.out:
         options.error("--size large needs --out: these models are too large to be kept in examples/models")
+    elif arguments.rule and arguments.scans == "fla" and not importlib.util.find_spec("fla"):
+        options.error("--scans fla needs the package flash-linear-attention, which is not installed")
     elif arguments.rule:
         run(arguments, started)
     else:

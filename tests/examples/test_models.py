@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -245,6 +246,90 @@ def test_quick_scans_are_the_stock_rules(rule: str, script: ModuleType) -> None:
     stock = outcome(scan, use_qk_l2norm_in_kernel=True)
     for ours, theirs in zip(outcome(script.chunked_delta), stock, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def token_by_token(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+) -> torch.Tensor:
+    """Linear attention `[B, T, H, ...]` in fp64 from an empty state, with `beta` by the delta rule."""
+    query, key, value, decay = (x.double() for x in (query, key, value, decay))
+    decay = decay if decay.dim() == 4 else decay[..., None].expand_as(key)
+    state = value.new_zeros(*key.shape[:1], *key.shape[2:], value.shape[-1])
+    outputs = []
+    for t in range(key.shape[1]):
+        state = state * decay[:, t, :, :, None].exp()
+        new = value[:, t]
+        if beta is not None:
+            new = (new - torch.einsum("bhk,bhkv->bhv", key[:, t], state)) * beta[:, t, :, None]
+        state = state + key[:, t, :, :, None] * new[..., None, :]
+        outputs.append(torch.einsum("bhk,bhkv->bhv", query[:, t], state))
+    return torch.stack(outputs, dim=1)
+
+
+def install_as_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules with the signatures of flash-linear-attention's, computed token by token.
+
+    The formats, which bind what they find when they are imported, are imported before.
+    """
+    for name in ("kimi_linear", "nemotron_h", "qwen3_5"):
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+    def delta(q: Any, k: Any, v: Any, *, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool) -> Any:
+        assert use_qk_l2norm_in_kernel
+        assert g.dtype == beta.dtype == torch.float32
+        assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+        q, k = (torch.nn.functional.normalize(x.float(), dim=-1) for x in (q, k))
+        return token_by_token(q * q.shape[-1] ** -0.5, k, v, g, beta).bfloat16(), None
+
+    def simple_gla(q: Any, k: Any, v: Any, *, g: Any, scale: float) -> Any:
+        assert g.dtype == torch.float32
+        assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+        return token_by_token(q * scale, k, v, g, None).bfloat16(), None
+
+    names = {
+        "gated_delta_rule": {"chunk_gated_delta_rule": delta},
+        "kda": {"chunk_kda": delta},
+        "simple_gla": {"chunk_simple_gla": simple_gla},
+    }
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for name, functions in names.items():
+        module = ModuleType(f"fla.ops.{name}")
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@rules
+def test_scans_by_fla_are_the_stock_rules(
+    rule: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's logits, with the operands of its recurrences rounded to bf16."""
+    torch.manual_seed(0)
+    model = script.build(rule).eval()
+    tokens = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(1))
+    masks = {"full_attention": None, "linear_attention": None}
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens, attention_mask=masks, use_cache=False).logits
+
+    stock = logits()
+    install_as_fla(monkeypatch)
+    with script.quick_scans(fla=True):
+        error = (logits() - stock).norm() / stock.norm()
+    assert 0 < error < 2**-7  # a few operands' roundings of up to 2^-9
+
+
+def test_scans_by_fla_need_it(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--rule", "gdn", "--scans", "fla"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "--scans fla needs the package flash-linear-attention" in capsys.readouterr().err
 
 
 def write_library(folder: Path) -> Path:
