@@ -29,8 +29,12 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def steps(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def steps(events: Iterable[dict[str, Any]], last: int = 0) -> dict[str, Any]:
     """Means of the steps in a trace: kernels that one launch of a CUDA graph has started belong together.
+
+    Args:
+        events: of the trace.
+        last: how many steps count, the last ones; 0 is all.
 
     Returns:
         `profiled_steps`; per step `kernel_us`, time in kernels, `span_us`, from the first to the end of the
@@ -50,12 +54,13 @@ def steps(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError(
             f"the trace has no launch of {FEWEST} or more kernels: expected decode steps in CUDA graphs"
         )
+    found = sorted(found, key=_span)[-last:]
     count = len(found)
     times: dict[str, list[float]] = defaultdict(list)
     for event in (event for kernels in found for event in kernels):
         times[event["name"]].append(float(event["dur"]))
     longest = sorted(times.items(), key=lambda item: -sum(item[1]))
-    spans = sorted(map(_span, found))
+    spans = [_span(kernels) for kernels in found]
     between = {}
     if count > 1:
         gaps = [(end, max(begin, end)) for (_, end), (begin, _) in pairwise(spans)]

@@ -29,18 +29,23 @@ PACKAGES = ("replayssm-adapters", "sglang", "torch", "triton", "transformers")
 WARM_TOKENS = 8
 WAVES = 16
 """Of requests that begin one after another."""
-LEAD = 4 * WAVES
+LEAD = 8 * WAVES
 """Tokens of a request by which the last must have begun."""
+SETTLE = 4
+"""Tokens of the last request before its steps are timed."""
 SUFFIX = 16
 """New tokens of a prompt whose prefix is cached."""
-PROFILED = 16
-"""Decode steps that are profiled."""
+WINDOW = 16
+PROFILED = 2 * WINDOW
+"""Decode steps that are profiled. The first come before any window is full, so the later half counts."""
 TRACE_S = 60.0
 """Seconds that a trace may take to be written."""
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], list[dict[str, Any]]]
 """Runs prompts to so many new tokens each; gives each request's `meta_info`."""
+Watch = Callable[[Prompts, int], "Watched"]
+"""Runs prompts that begin one after another, and so many tokens of the last beside all others."""
 
 
 def step_times(
@@ -53,17 +58,14 @@ def step_times(
     """A row of the record: the time of a step of a batch, prefill and the first token taken off.
 
     Prompts of one batch are the same in every replay, and their prefix is cached from the first on where the
-    engine has a prefix cache. A step is a round of verification where drafts are verified. Of requests that
-    begin one after another, which `generate` sees to, the tokens taken off are as many as it takes until all
-    have begun, so that steps of the whole batch are left.
+    engine has a prefix cache. A step is a round of verification where drafts are verified.
     """
-    batch, stagger = order["batch"], order.get("stagger", False)
-    lead = LEAD if stagger else 1
+    batch = order["batch"]
     given = prompts(batch, order["input"])
-    generate(given, lead if stagger else WARM_TOKENS)
+    generate(given, WARM_TOKENS)
     first, whole = Timed(), Timed()
     for _ in range(order["replays"]):
-        for count, timed in ((lead, first), (lead - 1 + order["output"], whole)):
+        for count, timed in ((1, first), (order["output"], whole)):
             begun = clock()
             infos = generate(given, count)
             timed.seconds.append(clock() - begun)
@@ -84,11 +86,7 @@ def step_times(
         "step_ms": round(seconds / steps * 1e3, 4),
         "tokens_per_s": round(decoded / seconds, 1),
         "accept_length": round(decoded / batch / steps, 3),
-        **(
-            {"staggered": True}
-            if stagger
-            else {"first_token_ms": round(statistics.median(first.seconds) * 1e3, 3)}
-        ),
+        "first_token_ms": round(statistics.median(first.seconds) * 1e3, 3),
         "replays": order["replays"],
     }
 
@@ -102,33 +100,82 @@ class Timed:
     rounds: list[int] = field(default_factory=list)
 
 
-async def in_waves(engine: Any, given: Prompts, sampling: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each request's `meta_info`, of requests that begin one after another, a wave at a time.
+def staggered_times(
+    watch: Watch, prompts: Callable[[int, int], Prompts], order: dict[str, Any], draft: int
+) -> dict[str, Any]:
+    """A row of the record: the time of a step of a batch whose requests began one after another.
 
-    A wave is sent when the one before has its first tokens, as one more request of a single token tells, so
-    that windows are full at different steps.
+    Their windows are full at different steps. Steps, and the tokens they accept, are those of the request
+    that began last, from its fifth token to its end, while all others run.
+    """
+    batch = order["batch"]
+    given = prompts(batch, order["input"])
+    watch(given, SETTLE + 2)
+    runs = [watch(given, order["output"]) for _ in range(order["replays"])]
+    step = statistics.median(run.seconds / run.rounds for run in runs)
+    accepted = statistics.median(run.tokens / run.rounds for run in runs)
+    return {
+        "batch": batch,
+        "T": draft,
+        "step_ms": round(step * 1e3, 4),
+        "tokens_per_s": round(batch * accepted / step, 1),
+        "accept_length": round(accepted, 3),
+        "staggered": True,
+        "replays": order["replays"],
+    }
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Of a part of one request: seconds, rounds of the engine, tokens."""
+
+    seconds: float
+    rounds: int
+    tokens: int
+
+
+async def watch_last(
+    engine: Any,
+    given: Prompts,
+    sampling: dict[str, Any],
+    count: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Watched:
+    """The steps of the last request, its first `SETTLE` tokens taken off, beside all others.
+
+    The others begin before, a wave at a time: a wave is sent when the one before has its first tokens, as one
+    more request of a single token tells. They go on for `LEAD` tokens more than the last, which alone is
+    streamed.
 
     Raises:
-        RuntimeError: one has ended before the last was sent, so that not all of them ran at once.
+        RuntimeError: one of them ended before the last did, so that not all of them ran at once.
     """
 
-    def send(prompt: list[int], count: int) -> asyncio.Future[Any]:
-        wanted = {**sampling, "max_new_tokens": count}
-        return asyncio.ensure_future(engine.async_generate(input_ids=prompt, sampling_params=wanted))
+    def send(prompt: list[int], tokens: int, stream: bool = False) -> Any:
+        wanted = {**sampling, "max_new_tokens": tokens}
+        return engine.async_generate(input_ids=prompt, sampling_params=wanted, stream=stream)
 
+    *others, last = given
     sent: list[asyncio.Future[Any]] = []
     size = -(-len(given) // WAVES)
-    for begin in range(0, len(given), size):
-        wave = given[begin : begin + size]
-        sent += [send(prompt, sampling["max_new_tokens"]) for prompt in wave]
-        if begin + size < len(given):
-            await send(wave[-1], 1)
-    if ended := sum(each.done() for each in sent):
+    for begin in range(0, len(others), size):
+        wave = others[begin : begin + size]
+        sent += [asyncio.ensure_future(send(prompt, LEAD + count)) for prompt in wave]
+        await send(wave[-1], 1)
+    seen: list[tuple[float, dict[str, Any]]] = []
+    async for result in await send(last, count, stream=True):
+        seen.append((clock(), result["meta_info"]))
+    ended = sum(each.done() for each in sent)
+    await asyncio.gather(*sent)
+    if ended:
         raise RuntimeError(
-            f"{ended} of {len(given)} requests of {sampling['max_new_tokens']} tokens ended before the last "
-            "had begun: expected all to run at once; leave --stagger out for this batch"
+            f"{ended} of {len(given)} requests of {LEAD + count} tokens ended before the last, of {count}: "
+            "expected all to run at once; give the engine more room, or leave --stagger out for this batch"
         )
-    return [result["meta_info"] for result in await asyncio.gather(*sent)]
+    (begun, first), (until, end) = seen[SETTLE], seen[-1]
+    tokens = end["completion_tokens"] - first["completion_tokens"]
+    rounds = end["spec_verify_ct"] - SETTLE if "spec_verify_ct" in end else tokens
+    return Watched(until - begun, rounds, tokens)
 
 
 def first_token(
@@ -170,8 +217,8 @@ def profile(
     generate(given, WARM_TOKENS)
     with TemporaryDirectory() as folder:
         engine.start_profile(output_dir=folder, num_steps=PROFILED, activities=["GPU"], profile_by_stage=True)
-        generate(given, (4 * PROFILED) * draft)
-        return {"batch": order["batch"], "T": draft, **steps(decode_trace(Path(folder)))}
+        generate(given, (PROFILED + 2 * WINDOW) * draft)
+        return {"batch": order["batch"], "T": draft, **steps(decode_trace(Path(folder)), WINDOW)}
 
 
 def decode_trace(folder: Path) -> list[dict[str, Any]]:
@@ -209,11 +256,14 @@ def main(arguments: list[str], orders: Iterable[str]) -> None:
     def prompts(count: int, length: int) -> Prompts:
         return [[chance.randrange(10, vocabulary) for _ in range(length)] for _ in range(count)]
 
+    sampling = {"ignore_eos": True, "temperature": 0}
+
+    def watch(given: Prompts, count: int) -> Watched:
+        watched: Watched = engine.loop.run_until_complete(watch_last(engine, given, sampling, count))
+        return watched
+
     def generate(given: Prompts, count: int) -> list[dict[str, Any]]:
-        wanted = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0}
-        if order.get("stagger"):
-            infos: list[dict[str, Any]] = engine.loop.run_until_complete(in_waves(engine, given, wanted))
-            return infos
+        wanted = {**sampling, "max_new_tokens": count}
         return [result["meta_info"] for result in engine.generate(input_ids=given, sampling_params=wanted)]
 
     draft = server_args.speculative_num_draft_tokens if server_args.speculative_algorithm else 1
@@ -229,7 +279,12 @@ def main(arguments: list[str], orders: Iterable[str]) -> None:
                 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
                 answer = {"gpu": gpu, "versions": versions()}
             case "step" if not answer:
-                answer = {**step_times(generate, prompts, order, draft), "max_requests": most}
+                timed = (
+                    staggered_times(watch, prompts, order, draft)
+                    if order.get("stagger")
+                    else step_times(generate, prompts, order, draft)
+                )
+                answer = {**timed, "max_requests": most}
             case "prefix":
                 answer = {**first_token(generate, prompts, order, draft), "max_requests": most}
             case "profile" if not answer:

@@ -236,53 +236,83 @@ def test_prefill_is_taken_off(rounds: float, accepted: float) -> None:
     assert server.asked == [(4, 8), *[(4, 1), (4, 129)] * 3]
 
 
-@pytest.mark.parametrize(("rounds", "accepted"), [(1.0, 1.0), (0.5, 2.0)])
-def test_tokens_before_all_have_begun_are_taken_off(rounds: float, accepted: float) -> None:
-    """Of requests that begin one after another: steps are those of the whole batch."""
-    server = Server(rounds)
-    order = {"batch": 4, "input": 16, "output": 129, "replays": 3, "stagger": True}
-    row = sglang_engine.step_times(server.generate, prompts, order, 1, server.clock)
-    assert row["step_ms"] == pytest.approx(10.0)
-    assert row["accept_length"] == pytest.approx(accepted)
+@pytest.mark.parametrize("rounds", [1.0, 0.5])
+def test_steps_of_requests_that_began_one_after_another(rounds: float) -> None:
+    """The median of runs, of what the last request saw."""
+    asked: list[tuple[int, int]] = []
+    steps = iter([9.0, 0.010, 0.030, 0.012])
+
+    def watch(given: list[list[int]], count: int) -> sglang_engine.Watched:
+        asked.append((len(given), count))
+        each = int(100 * rounds)
+        return sglang_engine.Watched(next(steps) * each, each, 100)
+
+    order = {"batch": 4, "input": 16, "output": 105, "replays": 3, "stagger": True}
+    row = sglang_engine.staggered_times(watch, prompts, order, 1)
+    assert row["step_ms"] == pytest.approx(12.0)
+    assert row["accept_length"] == pytest.approx(1 / rounds)
+    assert row["tokens_per_s"] == pytest.approx(4 / rounds / 0.012, rel=1e-3)
     assert row["staggered"] is True
-    assert "first_token_ms" not in row, "that of the last wave, behind the others'"
-    assert server.asked == [(4, 64), *[(4, 64), (4, 192)] * 3]
+    assert "first_token_ms" not in row, "that of the last request, behind the others'"
+    assert asked == [(4, sglang_engine.SETTLE + 2), *[(4, 105)] * 3]
 
 
-@pytest.mark.parametrize(("batch", "waves"), [(1, 1), (5, 5), (40, 14), (256, 16)])
-def test_requests_begin_in_waves(batch: int, waves: int) -> None:
-    """The next is sent when the one before has its first tokens; all stay to their end."""
+class Streaming:
+    """An engine of requests that take a tick for each token, and an event loop's clock in ticks."""
 
-    class Asked:
-        def __init__(self) -> None:
-            self.log: list[tuple[str, int, int]] = []
+    def __init__(self, drafts: bool = False, others: int = 10**6) -> None:
+        self.log: list[tuple[str, int, int]] = []
+        self.now, self.drafts, self.others = 0.0, drafts, others
 
-        async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any]) -> Any:
-            count = sampling_params["max_new_tokens"]
-            assert sampling_params == {"max_new_tokens": count, "temperature": 0}
-            self.log.append(("begin", input_ids[0], count))
-            await asyncio.sleep(0.0 if count == 1 else 0.2)
-            self.log.append(("end", input_ids[0], count))
-            return {"meta_info": {"of": input_ids[0]}}
+    def clock(self) -> float:
+        return self.now
 
-    engine, given = Asked(), [[number] for number in range(batch)]
-    infos = asyncio.run(sglang_engine.in_waves(engine, given, {"max_new_tokens": 64, "temperature": 0}))
-    assert infos == [{"of": number} for number in range(batch)]
-    heralds = [number for what, number, count in engine.log if count == 1 and what == "end"]
-    assert len(heralds) == waves - 1
+    async def async_generate(
+        self, input_ids: list[int], sampling_params: dict[str, Any], stream: bool
+    ) -> Any:
+        count = sampling_params["max_new_tokens"]
+        assert sampling_params == {"max_new_tokens": count, "temperature": 0}
+        self.log.append(("begin", input_ids[0], count))
+        if stream:
+            return self.tokens(count)
+        for _ in range(min(count, self.others)):
+            await asyncio.sleep(0)
+        self.log.append(("end", input_ids[0], count))
+        return {"meta_info": {}}
+
+    async def tokens(self, count: int) -> Any:
+        each = 2 if self.drafts else 1
+        for made in [1, *range(1 + each, count + 1, each)]:
+            await asyncio.sleep(0)
+            self.now += 0.5
+            info = {"completion_tokens": made}
+            if self.drafts and made >= count:
+                info["spec_verify_ct"] = (made - 1) // each
+            yield {"meta_info": info}
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(("batch", "waves"), [(1, 0), (5, 4), (40, 13), (256, 16)])
+def test_requests_begin_in_waves(batch: int, waves: int, drafts: bool) -> None:
+    """The next is sent when the one before has its first tokens; the last is timed beside all others."""
+    engine, given, count = Streaming(drafts), [[number] for number in range(batch)], 65
+    watched = asyncio.run(sglang_engine.watch_last(engine, given, {"temperature": 0}, count, engine.clock))
+    rounds = (count - 1) // (2 if drafts else 1) - sglang_engine.SETTLE
+    assert watched == sglang_engine.Watched(0.5 * rounds, rounds, rounds * (2 if drafts else 1))
+    heralds = [number for what, number, tokens in engine.log if tokens == 1 and what == "end"]
+    assert len(heralds) == waves
+    longest = sglang_engine.LEAD + count
     for herald in heralds:
         begun = engine.log[: engine.log.index(("end", herald, 1))]
-        assert [number for _, number, count in begun if count == 64] == list(range(herald + 1))
+        assert [number for _, number, tokens in begun if tokens == longest] == list(range(herald + 1))
+    ended = [number for what, number, tokens in engine.log if what == "end" and tokens == longest]
+    assert ended == list(range(batch - 1)), "all are let come to their end"
 
 
-def test_requests_that_end_before_all_have_begun_are_no_batch() -> None:
-    class Quick:
-        async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any]) -> Any:
-            await asyncio.sleep(0)
-            return {"meta_info": {}}
-
-    with pytest.raises(RuntimeError, match=r"of 20 requests of 64 tokens ended before the last had begun"):
-        asyncio.run(sglang_engine.in_waves(Quick(), prompts(20, 4), {"max_new_tokens": 64}))
+def test_requests_that_end_before_the_last_are_no_batch() -> None:
+    engine = Streaming(others=2)
+    with pytest.raises(RuntimeError, match=r"19 of 20 requests of 192 tokens ended before the last, of 64"):
+        asyncio.run(sglang_engine.watch_last(engine, prompts(20, 4), {"temperature": 0}, 64, engine.clock))
 
 
 def test_first_token_behind_a_cached_prefix() -> None:
@@ -322,6 +352,7 @@ def test_steps_of_a_trace(tmp_path: Path) -> None:
     assert found["kernels"] == [
         {"name": "gemm", "us": 100.0, "launches": 20.0}, {"name": "step", "us": 60.0, "launches": 20.0},
     ]  # fmt: skip
+    assert steps(read_trace(file), last=1)["spans_us"] == [394.0]
     with pytest.raises(ValueError, match="no launch of 32"):
         steps(events[:4])
 
