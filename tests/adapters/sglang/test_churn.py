@@ -35,7 +35,7 @@ ON_A_GPU = {
     "prefill_attention_backend": "triton", "decode_attention_backend": "triton",
     "moe_runner_backend": "triton", "disable_flashinfer_autotune": True, "log_level": "info",
     "mamba_ssm_dtype": "float32", "max_running_requests": 64, "max_mamba_cache_size": 400,
-    "max_total_tokens": 40000, "mem_fraction_static": 0.5, "mamba_track_interval": 64,
+    "max_total_tokens": 40000, "mem_fraction_static": 0.9, "mamba_track_interval": 64,
     "cuda_graph_backend_prefill": "disabled", "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64],
     "requests": 1000, "at_once": 96,
 }  # fmt: skip
