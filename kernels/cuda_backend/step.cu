@@ -240,14 +240,15 @@ DEVICE int slot_of(const Params& p, int row) {
 
 // The row that this program serves. Rows that flush take longer than others, so they are spread
 // over the first three quarters of the grid. Which rows count as such is a guess that all programs share
-// (every row has T tokens); what a row computes does not depend on it.
+// (every row has T tokens); what a row computes does not depend on it. Of many rows the first stay where they
+// are: their programs begin at once, and their states are on their way while others look through the cursors.
 DEVICE int row_in_turn(const Params& p, int lane) {
-    const int turn = grid_y();
-    if (!DELTA || !p.turns) return turn;
+    const int stay = p.B > 64 ? 32 : 0, turn = grid_y() - stay, others = p.B - stay;
+    if (!DELTA || !p.turns || turn < 0) return grid_y();
     u32 masks[8];
     int slots[8], flushes = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) slots[i] = 32 * i + lane < p.B ? slot_of(p, 32 * i + lane) : -1;
+    for (int i = 0; i < 8; i++) slots[i] = 32 * i + lane < others ? slot_of(p, stay + 32 * i + lane) : -1;
     int history[8];
 #pragma unroll
     for (int i = 0; i < 8; i++)
@@ -258,7 +259,7 @@ DEVICE int row_in_turn(const Params& p, int lane) {
         flushes += bit_count(masks[i]);
     }
     // Quotients of numbers this small come out exactly; the nudges keep whole ones whole.
-    const float spread = 0.75f * (float)p.B * fast_reciprocal((float)(flushes > 0 ? flushes : 1));
+    const float spread = 0.75f * (float)others * fast_reciprocal((float)(flushes > 0 ? flushes : 1));
     const int stride = spread > 1.f ? (int)(spread + 2e-4f) : 1;
     const int round = (int)(((float)turn + 0.5f) * fast_reciprocal((float)stride)), begun = round * stride;
     const bool flush = turn == begun && round < flushes;
@@ -267,7 +268,7 @@ DEVICE int row_in_turn(const Params& p, int lane) {
     u32 chosen = 0;  // the rows among which this one is number `local`
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        const int rows = p.B - 32 * i;
+        const int rows = others - 32 * i;
         const u32 all = rows >= 32 ? 0xffffffffu : rows > 0 ? (1u << rows) - 1 : 0u;
         const u32 mask = (flush ? masks[i] : ~masks[i]) & all;
         const int n = bit_count(mask);
@@ -275,7 +276,7 @@ DEVICE int row_in_turn(const Params& p, int lane) {
         rank -= n;
     }
     const int at = first_bit(votes((chosen >> lane & 1) && bit_count(chosen & ((1u << lane) - 1)) == local));
-    return group + at;
+    return stay + group + at;
 }
 
 DEVICE Where locate(const Params& p, int b) {
@@ -400,8 +401,8 @@ extern "C" __global__ void __launch_bounds__(32, PROGRAMS) replay_step(const __g
         unsigned char* const to = shared_memory + stage * STAGE_BYTES;
 #pragma unroll
         for (int i = 0; i < COPIES; i++)
-            copy_async(to + u_to + 512 * i, u_ring + 16 * U_BYTES * unit + u_from[i],
-                       32 / CHUNKS * i + u_lane < hist && (EVEN || v + u_chunk * (16 / U_BYTES) < V));
+            copy_async_ahead(to + u_to + 512 * i, u_ring + 16 * U_BYTES * unit + u_from[i],
+                             32 / CHUNKS * i + u_lane < hist && (EVEN || v + u_chunk * (16 / U_BYTES) < V));
         if (v_lane < TOKENS)
             copy_async(to + v_to, v_from + 16 * ACT_BYTES * unit,
                        v_lane < count && (EVEN || v + 8 * v_chunk < V));

@@ -295,7 +295,7 @@ def test_refusals() -> None:
         run_step(layer, walk.cache, inputs, StepIndex(ints([0])))
 
 
-@pytest.mark.parametrize("batch", [9, 40])
+@pytest.mark.parametrize("batch", [9, 40, 100])
 def test_rows_that_flush_take_turns(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order in which programs take rows depends on cursors; what a row gets does not."""
     monkeypatch.setattr(cuda_backend, "ONE_WAVE", 0)

@@ -384,6 +384,7 @@ DEVICE void copy_async(void* to, const void* from, bool inside) {
     if (((uintptr_t)to | (inside ? (uintptr_t)from : 0)) % 16) abort();
     warp::lanes[warp::at].groups.back().push_back({(char*)to + TO, (const char*)from + FROM, inside, 16});
 }
+DEVICE void copy_async_ahead(void* to, const void* from, bool inside) { copy_async(to, from, inside); }
 DEVICE void copy_word_async(void* to, const void* from) {
     if (((uintptr_t)to | (uintptr_t)from) % 4) abort();
     warp::lanes[warp::at].groups.back().push_back({to, from, true, 4});
