@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.adapters.sglang import processes
+from tests.adapters.sglang.latent import widen
 from tests.adapters.sglang.test_engine import HERE, NGRAM_TREES, NO_BUFFER, convert
 
 WINDOW = 7
@@ -89,5 +90,7 @@ def test_long_churn(rule: str, tmp_path: Path) -> None:
         "seconds": float(os.environ.get("TEST_CHURN_SECONDS", 60)),
     }  # fmt: skip
     model = convert(rule, tmp_path / rule, "bfloat16")
+    if rule == "kda":
+        widen(model)
     found = churn(model, tmp_path / "found", ("witness",), {**ON_A_GPU, **way})
     assert_nothing_is_lost(found, 16)

@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.adapters.sglang.latent import widen
 from tests.adapters.sglang.many_requests import requests
 from tests.adapters.sglang.test_engine import FOLDERS, HERE, MODELS, convert
 
@@ -61,11 +62,17 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Served]:
     """By rule and way."""
     folder = tmp_path_factory.mktemp("engines")
-    models = {rule: convert(rule, folder / rule, "bfloat16") for rule in FOLDERS}
+    models = {rule: model(rule, folder / rule) for rule in FOLDERS}
     jobs = [(rule, way) for rule in FOLDERS for way in WAYS]
     with ThreadPoolExecutor(len(jobs)) as pool:
         results = pool.map(lambda job: serve(models[job[0]], job[1], folder / "-".join(job)), jobs)
         return dict(zip(jobs, results, strict=True))
+
+
+def model(rule: str, target: Path) -> Path:
+    """An example model as SGLang takes it on a GPU."""
+    folder = convert(rule, target, "bfloat16")
+    return widen(folder) if rule == "kda" else folder
 
 
 def serve(model: Path, way: str, target: Path, more: dict[str, Any] | None = None) -> Served:
@@ -114,9 +121,9 @@ def test_the_same_tokens_of_two_ranks(
     rule: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """Tensor parallelism: each rank has its heads' rings."""
-    model, ways = convert(rule, tmp_path / rule, "bfloat16"), ("off", "again", "on")
+    folder, ways = model(rule, tmp_path / rule), ("off", "again", "on")
     with ThreadPoolExecutor(len(ways)) as pool:
-        found = pool.map(lambda way: serve(model, way, tmp_path / f"{rule}-{way}-ranks", RANKS), ways)
+        found = pool.map(lambda way: serve(folder, way, tmp_path / f"{rule}-{way}-ranks", RANKS), ways)
         runs = dict(zip(ways, found, strict=True))
     assert runs["on"].log.count(f"{rule} layers of SGLang") == 2
     assert_the_same_tokens(runs, "on", record_property)
@@ -155,7 +162,7 @@ def test_errors_are_not_larger(
     """Log probabilities of the tokens, against those that transformers computes in fp32."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(MODELS / FOLDERS[rule], dtype=torch.float32).cuda()
+    judge = AutoModelForCausalLM.from_pretrained(MODELS / FOLDERS[rule], dtype=torch.float32).cuda()
     prompts, _ = requests(REQUESTS)
     errors = {}
     for way in ("off", "on"):
@@ -164,7 +171,7 @@ def test_errors_are_not_larger(
         squares, count = 0.0, 0
         for begin in range(0, JUDGED, JUDGED_TOGETHER):
             rows = slice(begin, begin + JUDGED_TOGETHER)
-            expected = reference(model, prompts[rows], found["outputs"][rows])
+            expected = reference(judge, prompts[rows], found["outputs"][rows])
             for logs, true in zip(found["logs"][rows], expected, strict=True):
                 squares += sum((x - y) ** 2 for x, y in zip(logs, true, strict=True))
                 count += len(true)
