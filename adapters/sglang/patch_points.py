@@ -219,6 +219,12 @@ SPECULATION = (
         "kda_verify",
     ),
     PatchPoint(
+        "sglang.srt.speculative.ngram_worker.NGRAMWorker._prepare_draft_tokens",
+        ("self", "batch"),
+        "n-grams that are verified as chains are chains",
+        "chain_drafts",
+    ),
+    PatchPoint(
         "sglang.srt.speculative.spec_utils.commit_mamba_states_after_verify",
         ("target_worker", "batch", "accept_lens", "accept_index", "draft_token_num"),
         "the accepted path of a draft tree",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from replayssm.adapters.sglang import decode
@@ -74,6 +75,38 @@ def window_bytes(configurator: Any, params: Any, drafts: int) -> int:
 
 
 # A verification step.
+
+
+def chain_drafts(original: Original, self: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+    """N-grams of breadth 1, without the branches that SGLang's corpus gives them all the same.
+
+    Each suffix of a text that the corpus knows has a path of its own from the root, and what fills a draft up
+    hangs there as well. SGLang tells recurrent layers of branches only where the breadth is above 1: else
+    they take a node for the successor of the one before it, and what is predicted behind it is wrong.
+    """
+    drafts, mask = original(self, batch)
+    return as_chains(drafts, mask, self.draft_token_num) if self.topk == 1 else (drafts, mask)
+
+
+def as_chains(drafts: np.ndarray, mask: np.ndarray, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """The longest path of each draft tree, of equals the first, filled up with token 0.
+
+    Args:
+        drafts: tokens `[B * nodes]` of the trees, parents first.
+        mask: `[B * nodes * nodes]`, of each node which nodes are on its path, itself included.
+        nodes: of a tree.
+
+    Returns:
+        The same of the chains, in the same dtypes.
+    """
+    tokens, paths = drafts.reshape(-1, nodes), mask.reshape(-1, nodes, nodes) != 0
+    deepest = paths.sum(-1).argmax(-1)
+    path = np.take_along_axis(paths, deepest[:, None, None], axis=1)[:, 0]
+    order = np.argsort(~path, axis=-1, kind="stable")
+    chains = np.take_along_axis(tokens, order, axis=-1)
+    chains[np.arange(nodes) >= path.sum(-1, keepdims=True)] = 0
+    chain = np.tril(np.ones((nodes, nodes), dtype=mask.dtype))
+    return chains.ravel(), np.broadcast_to(chain, paths.shape).ravel()
 
 
 def gdn_verify(original: Original, self: Any, **given: Any) -> Any:

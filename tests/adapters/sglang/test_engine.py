@@ -200,6 +200,29 @@ def test_speculation_by_trees(rule: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert re.search("#retracted_reqs: [1-9]", log), log[-3000:]
 
 
+def test_n_grams_of_breadth_one(tmp_path: Path) -> None:
+    """Drafts of SGLang's own branch at the root, while its recurrent layers take them for chains."""
+    model = convert("gdn", tmp_path / "gdn")
+    given = {
+        **NO_BUFFER, "device": "cpu", "dtype": "float32", "attention_backend": "torch_native",
+        "disable_cuda_graph": True, "log_level": "info", "max_running_requests": 16,
+        "max_mamba_cache_size": 100, "max_total_tokens": 6000, "requests": 40,
+    }  # fmt: skip
+    drafts = {
+        **NGRAM_TREES, "speculative_ngram_max_bfs_breadth": 1, "enable_linear_replayssm_spec": True,
+        "linear_replayssm_cache_len": 7,
+    }  # fmt: skip
+    outputs = []
+    for more in ({}, drafts):
+        target = tmp_path / f"found{len(outputs)}"
+        command = [str(HERE / "many_requests.py"), str(model), json.dumps(given | more), str(target)]
+        ended = processes.run(command, ("stubs", "cpu_engine"))
+        assert target.exists(), ended.log[-4000:]
+        outputs.append(json.loads(target.read_text())["outputs"])
+    assert "window 7, drafts of up to 4 tokens" in ended.log
+    assert outputs[0] == outputs[1]
+
+
 def test_speculation_by_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """L12, L20: EAGLE's worker with a drafter that repeats tokens, tracked states, and both flags."""
     # SGLang writes a prompt's tracked windows in the activations' format.

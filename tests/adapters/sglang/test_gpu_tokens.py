@@ -59,11 +59,21 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Served]:
-    """By rule and way."""
+def served(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[tuple[str, str], Served]:
+    """By rule and way, those that the tests which were chosen look at."""
     folder = tmp_path_factory.mktemp("engines")
     models = {rule: model(rule, folder / rule) for rule in FOLDERS}
-    jobs = [(rule, way) for rule in FOLDERS for way in WAYS]
+    chosen = [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "served" in item.fixturenames
+    ]
+    ways = {"off", "again", *(parameters.get("way", "on") for parameters in chosen)}
+    jobs = [
+        (rule, way) for rule in {parameters["rule"] for parameters in chosen} for way in WAYS if way in ways
+    ]
     with ThreadPoolExecutor(len(jobs)) as pool:
         results = pool.map(lambda job: serve(models[job[0]], job[1], folder / "-".join(job)), jobs)
         return dict(zip(jobs, results, strict=True))
@@ -112,6 +122,7 @@ def test_the_same_tokens_with_the_flag(
     runs = {each: served[rule, each] for each in ("off", "again", way)}
     assert f"{rule} layers of SGLang" not in runs["again"].log
     assert f"{rule} layers of SGLang" in runs[way].log
+    assert ("decode steps of up to 8 rows left to SGLang" in runs[way].log) == (way == "small")
     assert_the_same_tokens(runs, way, record_property)
 
 

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from replayssm import kernels
+from replayssm.adapters.sglang import speculation
 from tests.adapters.sglang.engine import RULES, Engine, write_model
 from tests.adapters.sglang.server import Server, live
 
@@ -163,6 +165,25 @@ def test_random_schedules(rule: str, standard: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_trees(rule: str, seed: int, tmp_path: Path) -> None:
     run_schedule(poisoned(start(rule, tmp_path, breadth=3)), seed, tree=True)
+
+
+def test_trees_become_chains() -> None:
+    """The longest path of each, of equals the first; tokens that filled a tree up go with the branches."""
+    paths = [
+        [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]],  # a chain
+        [[0], [0, 1], [0, 2], [0, 2, 3]],  # the second branch is longer
+        [[0], [0, 1], [0, 2], [0, 1, 3]],
+        [[0], [0, 1], [0, 2], [0, 3]],  # one match and what fills it up
+    ]
+    mask = np.zeros((4, 4, 4), dtype=np.uint8)
+    for row, nodes in enumerate(paths):
+        for node, path in enumerate(nodes):
+            mask[row, node, path] = 1
+    drafts = np.array([[9, 1, 2, 3], [8, 1, 2, 3], [7, 1, 2, 3], [6, 5, 0, 0]], dtype=np.int32)
+    tokens, chains = speculation.as_chains(drafts.ravel(), mask.ravel(), 4)
+    assert tokens.reshape(4, 4).tolist() == [[9, 1, 2, 3], [8, 2, 3, 0], [7, 1, 3, 0], [6, 5, 0, 0]]
+    assert np.array_equal(chains.reshape(4, 4, 4), np.tile(np.tril(np.ones((4, 4))), (4, 1, 1)))
+    assert (tokens.dtype, chains.dtype) == (drafts.dtype, mask.dtype)
 
 
 def test_parents_as_kernels_take_them(tmp_path: Path) -> None:

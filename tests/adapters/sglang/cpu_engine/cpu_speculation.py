@@ -54,9 +54,13 @@ def register(replace: Callable[[str, str, Any], None]) -> None:
 
 
 class Corpus:
-    """What has followed each few tokens so far; drafts are trees of it, wide before they are deep."""
+    """What has followed each few tokens so far; drafts are trees of it, grown as SGLang's own are.
 
-    ORDER = 3
+    Each suffix of a text that is known has paths of its own from the root, the longest suffix first, of which
+    each token takes the breadth's newest followers.
+    """
+
+    DEPTH = 18
 
     def __init__(self, max_bfs_breadth: int, draft_token_num: int, **given: Any) -> None:
         self.breadth, self.nodes = max_bfs_breadth, draft_token_num
@@ -72,10 +76,11 @@ class Corpus:
     def batch_put(self, batch_tokens: list[list[int]]) -> None:
         for tokens in batch_tokens:
             for end in range(1, len(tokens)):
-                for start in range(max(0, end - self.ORDER), end):
+                for start in range(max(0, end - self.DEPTH + 1), end):
                     known = self.followers.setdefault(tuple(tokens[start:end]), [])
-                    if tokens[end] not in known:
-                        known.append(tokens[end])
+                    if tokens[end] in known:
+                        known.remove(tokens[end])
+                    known.insert(0, tokens[end])
 
     def batch_get(
         self, req_ids: list[str], batch_tokens: list[list[int]], total_lens: list[int]
@@ -84,23 +89,21 @@ class Corpus:
         drafts = np.zeros((len(batch_tokens), self.nodes), dtype=np.int64)
         mask = np.tile(np.eye(self.nodes, dtype=np.int64), (len(batch_tokens), 1, 1))
         for row, tokens in enumerate(batch_tokens):
-            paths = [list(tokens)]
+            children: dict[tuple[int, int], int] = {}
             drafts[row, 0], mask[row, :, 0] = tokens[-1], 1
-            node = 0
-            while node < len(paths) < self.nodes:
-                for token in self._after(paths[node])[: min(self.breadth, self.nodes - len(paths))]:
-                    drafts[row, len(paths)] = token
-                    mask[row, len(paths)] |= mask[row, node]
-                    paths.append([*paths[node], token])
-                node += 1
+            for order in range(self.DEPTH - 1, 0, -1):
+                waiting = [(0, tuple(tokens[-order:]))]
+                while waiting:
+                    node, path = waiting.pop(0)
+                    for token in self.followers.get(path, [])[: self.breadth]:
+                        if (node, token) not in children:
+                            if len(children) == self.nodes - 1:
+                                break
+                            child = children[node, token] = len(children) + 1
+                            drafts[row, child] = token
+                            mask[row, child] |= mask[row, node]
+                        waiting.append((children[node, token], (*path, token)))
         return drafts.flatten(), mask.flatten()
-
-    def _after(self, tokens: list[int]) -> list[int]:
-        for order in range(self.ORDER, 0, -1):
-            found = self.followers.get(tuple(tokens[-order:]))
-            if found is not None:
-                return found
-        return []
 
 
 def tree_links(
