@@ -376,7 +376,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "e2e-sglang-mtp": partial(e2e_sglang, "e2e-sglang-mtp"),
     "e2e-sglang-nemotron": partial(e2e_sglang, "e2e-sglang-nemotron"),
     "e2e-sglang-nemotron-again": partial(e2e_sglang, "e2e-sglang-nemotron-again"),
-    "e2e-sglang-profile": partial(e2e_sglang, "e2e-sglang-profile"),
     "e2e-sglang-qwen": partial(e2e_sglang, "e2e-sglang-qwen"),
     "e2e-transformers": e2e_transformers,
     "kernels": kernels,
