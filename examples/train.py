@@ -20,6 +20,7 @@ import argparse
 import ast
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import json
 import math
@@ -429,15 +430,17 @@ def fla_delta(
     beta: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As `chunked_delta`, by flash-linear-attention's kernels: bf16 operands, fp32 decays and states."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    """As `chunked_delta`, by flash-linear-attention's kernels: bf16 operands, fp32 decays and states.
+
+    GDN is KDA with one decay for all channels. Fla's own kernels of GDN refuse Hopper GPUs with Triton below
+    3.7.1, for which their gradients came out wrong.
+    """
     from fla.ops.kda import chunk_kda
 
     repeats, dtype = value.shape[2] // key.shape[2], value.dtype
     query, key = (x.repeat_interleave(repeats, dim=2).bfloat16() for x in (query, key))
-    scan = chunk_kda if g.dim() == 4 else chunk_gated_delta_rule
-    options = {"g": g.float(), "beta": beta.float(), "use_qk_l2norm_in_kernel": True}
-    output, _ = scan(query, key, value.bfloat16(), **options)
+    g = by_channel(g.float(), key) if g.dim() == 3 else g.float()
+    output, _ = chunk_kda(query, key, value.bfloat16(), g=g, beta=beta.float(), use_qk_l2norm_in_kernel=True)
     return output.to(dtype), None
 
 
@@ -453,15 +456,35 @@ def fla_mamba2(
     dt_limit: tuple[float, float],
     **_: Any,
 ) -> Tensor:
-    """What the format's own scan of Mamba-2 computes from an empty state, by fla's kernels: linear
-    attention of queries `C`, keys `B` and values `dt x`, decayed by `exp(dt A)` a head."""
-    from fla.ops.simple_gla import chunk_simple_gla
+    """What the format's own scan of Mamba-2 computes from an empty state, by fla's kernels: gated linear
+    attention of queries `C`, keys `B` and values `dt x`, all channels of a head decayed by `exp(dt A)`."""
+    from fla.ops.gla import chunk_gla
 
     dt = F.softplus(dt.float() + dt_bias).clamp(*dt_limit)
     query, key = (x.repeat_interleave(dt.shape[2] // x.shape[2], dim=2).bfloat16() for x in (C, B))
     value = (hidden_states * dt[..., None]).bfloat16()
-    output, _ = chunk_simple_gla(query, key, value, g=A.float() * dt, scale=1.0)
+    output, _ = chunk_gla(query, key, value, g=by_channel(A.float() * dt, key), scale=1.0)
     return output + D[:, None] * hidden_states
+
+
+def by_channel(decay: Tensor, key: Tensor) -> Tensor:
+    """A head's decay `[B, T, H]` for each of its channels: `[B, T, H, K]`."""
+    return decay[..., None].expand(key.shape).contiguous()
+
+
+def import_formats() -> None:
+    """The formats' modules, each of which binds what it finds when it is imported: not fla, whose kernels
+    take too much shared memory for the fp32 operands of an evaluation."""
+    modules: dict[str, Any] = sys.modules
+    before = modules.pop("fla", None)
+    modules["fla"] = None  # not to be found
+    try:
+        for name in ("kimi_linear", "nemotron_h", "qwen3_5"):
+            importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    finally:
+        del modules["fla"]
+        if before is not None:
+            modules["fla"] = before
 
 
 @contextlib.contextmanager
@@ -766,6 +789,7 @@ def run(arguments: argparse.Namespace, started: float) -> None:
     )
     corpus = read_corpus(arguments)
     training, held = corpus.split()
+    import_formats()
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     model = build(rule, arguments.size == "large").to(device)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import subprocess
 import sys
 import sysconfig
 from collections import Counter
@@ -257,7 +258,7 @@ def token_by_token(
 ) -> torch.Tensor:
     """Linear attention `[B, T, H, ...]` in fp64 from an empty state, with `beta` by the delta rule."""
     query, key, value, decay = (x.double() for x in (query, key, value, decay))
-    decay = decay if decay.dim() == 4 else decay[..., None].expand_as(key)
+    assert decay.shape == key.shape
     state = value.new_zeros(*key.shape[:1], *key.shape[2:], value.shape[-1])
     outputs = []
     for t in range(key.shape[1]):
@@ -271,12 +272,7 @@ def token_by_token(
 
 
 def install_as_fla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules with the signatures of flash-linear-attention's, computed token by token.
-
-    The formats, which bind what they find when they are imported, are imported before.
-    """
-    for name in ("kimi_linear", "nemotron_h", "qwen3_5"):
-        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    """Modules with the signatures of flash-linear-attention's, computed token by token."""
 
     def delta(q: Any, k: Any, v: Any, *, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool) -> Any:
         assert use_qk_l2norm_in_kernel
@@ -285,16 +281,12 @@ def install_as_fla(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k = (torch.nn.functional.normalize(x.float(), dim=-1) for x in (q, k))
         return token_by_token(q * q.shape[-1] ** -0.5, k, v, g, beta).bfloat16(), None
 
-    def simple_gla(q: Any, k: Any, v: Any, *, g: Any, scale: float) -> Any:
+    def gla(q: Any, k: Any, v: Any, *, g: Any, scale: float) -> Any:
         assert g.dtype == torch.float32
         assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
         return token_by_token(q * scale, k, v, g, None).bfloat16(), None
 
-    names = {
-        "gated_delta_rule": {"chunk_gated_delta_rule": delta},
-        "kda": {"chunk_kda": delta},
-        "simple_gla": {"chunk_simple_gla": simple_gla},
-    }
+    names = {"kda": {"chunk_kda": delta}, "gla": {"chunk_gla": gla}}
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name, functions in names.items():
@@ -308,6 +300,7 @@ def test_scans_by_fla_are_the_stock_rules(
     rule: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model's logits, with the operands of its recurrences rounded to bf16."""
+    script.import_formats()
     torch.manual_seed(0)
     model = script.build(rule).eval()
     tokens = torch.randint(256, (2, 128), generator=torch.Generator().manual_seed(1))
@@ -322,6 +315,24 @@ def test_scans_by_fla_are_the_stock_rules(
     with script.quick_scans(fla=True):
         error = (logits() - stock).norm() / stock.norm()
     assert 0 < error < 2**-7  # a few operands' roundings of up to 2^-9
+
+
+@pytest.mark.parametrize(("call", "bound"), [("", True), ("train.import_formats()", False)])
+def test_the_formats_do_not_bind_fla(call: str, bound: bool, script: ModuleType) -> None:
+    """In an interpreter of its own: here the formats have been imported before."""
+    code = f"""
+import sys, types
+sys.path.insert(0, sys.argv[1])
+fla = sys.modules["fla"] = types.ModuleType("fla")
+fla.chunk_gated_delta_rule = lambda *args, **options: sys.exit(9)
+import torch, train
+{call}
+assert sys.modules["fla"] is fla
+train.build("gdn").eval()(torch.arange(64)[None], use_cache=False)
+"""
+    folder = Path(str(script.__file__)).parent
+    ended = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, check=False)
+    assert ended.returncode == (9 if bound else 0), ended.stderr
 
 
 def test_scans_by_fla_need_it(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
