@@ -868,7 +868,7 @@ def parser() -> argparse.ArgumentParser:
         choices=("own", "fla"),
         default="own",
         help="what computes the recurrences: plain torch in fp32, or the kernels of flash-linear-attention,"
-        " several times faster, which need that package and a GPU",
+        " which need that package and a GPU",
     )
     p.add_argument("--out", type=Path, help="the model's folder; by default under examples/models")
     p.add_argument("--device", default="cuda" if gpu else "cpu")
