@@ -157,6 +157,7 @@ def assert_the_same_tokens(
             if (equal := same(tokens, other)) < len(tokens)
         ]
         record_property(f"requests_equal_{each}", len(off["outputs"]) - len(parted[each]))
+        record_property(f"rms_logprob_apart_{each}", rms_apart(off, there))
         record_property(f"largest_tie_{each}", max(parted[each], default=0.0))
         record_property(f"cached_tokens_{each}", there["cached"])
     record_property("cached_tokens_off", off["cached"])
@@ -164,6 +165,16 @@ def assert_the_same_tokens(
     assert max(parted[way], default=0.0) < TIE, sorted(parted[way])[-10:]
     assert len(parted[way]) <= 1.5 * len(parted["again"]) + 5
     assert runs[way].found["cached"] > 0.9 * off["cached"] > 0
+
+
+def rms_apart(here: dict[str, Any], there: dict[str, Any]) -> float:
+    """Of the log probabilities of tokens that follow the same tokens."""
+    squares, count = 0.0, 0
+    for row, tokens in enumerate(here["outputs"]):
+        equal = same(tokens, there["outputs"][row])
+        pairs = zip(here["logs"][row][:equal], there["logs"][row][:equal], strict=True)
+        squares, count = squares + sum((x - y) ** 2 for x, y in pairs), count + equal
+    return math.sqrt(squares / count)
 
 
 @pytest.mark.parametrize("rule", FOLDERS)
