@@ -219,8 +219,8 @@ SPECULATION = (
         "kda_verify",
     ),
     PatchPoint(
-        "sglang.srt.speculative.ngram_worker.NGRAMWorker._prepare_draft_tokens",
-        ("self", "batch"),
+        "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get",
+        ("self", "req_ids", "batch_tokens", "total_lens"),
         "n-grams that are verified as chains are chains",
         "chain_drafts",
     ),

@@ -77,28 +77,30 @@ def window_bytes(configurator: Any, params: Any, drafts: int) -> int:
 # A verification step.
 
 
-def chain_drafts(original: Original, self: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+def chain_drafts(original: Original, self: Any, *args: Any, **given: Any) -> tuple[np.ndarray, np.ndarray]:
     """N-grams of breadth 1, without the branches that SGLang's corpus gives them all the same.
 
     Each suffix of a text that the corpus knows has a path of its own from the root, and what fills a draft up
     hangs there as well. SGLang tells recurrent layers of branches only where the breadth is above 1: else
     they take a node for the successor of the one before it, and what is predicted behind it is wrong.
     """
-    drafts, mask = original(self, batch)
-    return as_chains(drafts, mask, self.draft_token_num) if self.topk == 1 else (drafts, mask)
+    from sglang.srt.runtime_context import get_spec
+
+    drafts, mask = original(self, *args, **given)
+    return as_chains(drafts, mask) if get_spec().speculative_eagle_topk == 1 else (drafts, mask)
 
 
-def as_chains(drafts: np.ndarray, mask: np.ndarray, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+def as_chains(drafts: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The longest path of each draft tree, of equals the first, filled up with token 0.
 
     Args:
         drafts: tokens `[B * nodes]` of the trees, parents first.
         mask: `[B * nodes * nodes]`, of each node which nodes are on its path, itself included.
-        nodes: of a tree.
 
     Returns:
         The same of the chains, in the same dtypes.
     """
+    nodes = mask.size // drafts.size
     tokens, paths = drafts.reshape(-1, nodes), mask.reshape(-1, nodes, nodes) != 0
     deepest = paths.sum(-1).argmax(-1)
     path = np.take_along_axis(paths, deepest[:, None, None], axis=1)[:, 0]

@@ -180,7 +180,7 @@ def test_trees_become_chains() -> None:
         for node, path in enumerate(nodes):
             mask[row, node, path] = 1
     drafts = np.array([[9, 1, 2, 3], [8, 1, 2, 3], [7, 1, 2, 3], [6, 5, 0, 0]], dtype=np.int32)
-    tokens, chains = speculation.as_chains(drafts.ravel(), mask.ravel(), 4)
+    tokens, chains = speculation.as_chains(drafts.ravel(), mask.ravel())
     assert tokens.reshape(4, 4).tolist() == [[9, 1, 2, 3], [8, 2, 3, 0], [7, 1, 3, 0], [6, 5, 0, 0]]
     assert np.array_equal(chains.reshape(4, 4, 4), np.tile(np.tril(np.ones((4, 4))), (4, 1, 1)))
     assert (tokens.dtype, chains.dtype) == (drafts.dtype, mask.dtype)
