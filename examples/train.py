@@ -897,6 +897,8 @@ def main() -> None:
         options.error("--size large needs --out: these models are too large to be kept in examples/models")
     elif arguments.rule and arguments.scans == "fla" and not importlib.util.find_spec("fla"):
         options.error("--scans fla needs the package flash-linear-attention, which is not installed")
+    elif arguments.rule and arguments.scans == "fla" and torch.device(arguments.device).type == "cpu":
+        options.error("--scans fla needs a GPU: name another --device, or leave --scans out")
     elif arguments.rule:
         run(arguments, started)
     else:

@@ -1,8 +1,9 @@
 """Verification of drafts: the functions that wrap SGLang's speculative steps and what ends them.
 
 SGLang keeps a state for each draft token and copies one of them back; here a step leaves its tokens in the
-rings, and what was accepted is a number added to a cursor. The convolution's windows stay SGLang's. It knows
-no drafters: all of SGLang's end in `update_mamba_state_after_mtp_verify`.
+rings, and what was accepted is a number added to a cursor. The convolution's windows stay SGLang's. Drafters
+make no difference, since all of SGLang's end in `update_mamba_state_after_mtp_verify`; only drafts of n-grams
+are made what layers take them for, see `chain_drafts`.
 """
 
 from __future__ import annotations

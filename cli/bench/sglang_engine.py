@@ -110,7 +110,7 @@ def staggered_times(
     """
     batch = order["batch"]
     given = prompts(batch, order["input"])
-    watch(given, SETTLE + 2)
+    watch(given, (SETTLE + 1) * draft + 1)
     runs = [watch(given, order["output"]) for _ in range(order["replays"])]
     step = statistics.median(run.seconds / run.rounds for run in runs)
     accepted = statistics.median(run.tokens / run.rounds for run in runs)
@@ -148,7 +148,8 @@ async def watch_last(
     streamed.
 
     Raises:
-        RuntimeError: one of them ended before the last did, so that not all of them ran at once.
+        RuntimeError: one of them ended before the last did, so that not all of them ran at once; or the last
+            took too few rounds for any to be timed.
     """
 
     def send(prompt: list[int], tokens: int, stream: bool = False) -> Any:
@@ -171,6 +172,11 @@ async def watch_last(
         raise RuntimeError(
             f"{ended} of {len(given)} requests of {LEAD + count} tokens ended before the last, of {count}: "
             "expected all to run at once; give the engine more room, or leave --stagger out for this batch"
+        )
+    if len(seen) < SETTLE + 2:
+        raise RuntimeError(
+            f"the last request, of {count} tokens, took {len(seen) - 1} rounds: expected more than {SETTLE}, "
+            "which are not timed; raise --output"
         )
     (begun, first), (until, end) = seen[SETTLE], seen[-1]
     tokens = end["completion_tokens"] - first["completion_tokens"]

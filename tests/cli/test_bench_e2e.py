@@ -236,8 +236,8 @@ def test_prefill_is_taken_off(rounds: float, accepted: float) -> None:
     assert server.asked == [(4, 8), *[(4, 1), (4, 129)] * 3]
 
 
-@pytest.mark.parametrize("rounds", [1.0, 0.5])
-def test_steps_of_requests_that_began_one_after_another(rounds: float) -> None:
+@pytest.mark.parametrize(("rounds", "draft", "warm"), [(1.0, 1, 6), (0.5, 4, 21)])
+def test_steps_of_requests_that_began_one_after_another(rounds: float, draft: int, warm: int) -> None:
     """The median of runs, of what the last request saw."""
     asked: list[tuple[int, int]] = []
     steps = iter([9.0, 0.010, 0.030, 0.012])
@@ -248,13 +248,13 @@ def test_steps_of_requests_that_began_one_after_another(rounds: float) -> None:
         return sglang_engine.Watched(next(steps) * each, each, 100)
 
     order = {"batch": 4, "input": 16, "output": 105, "replays": 3, "stagger": True}
-    row = sglang_engine.staggered_times(watch, prompts, order, 1)
+    row = sglang_engine.staggered_times(watch, prompts, order, draft)
     assert row["step_ms"] == pytest.approx(12.0)
     assert row["accept_length"] == pytest.approx(1 / rounds)
     assert row["tokens_per_s"] == pytest.approx(4 / rounds / 0.012, rel=1e-3)
     assert row["staggered"] is True
     assert "first_token_ms" not in row, "that of the last request, behind the others'"
-    assert asked == [(4, sglang_engine.SETTLE + 2), *[(4, 105)] * 3]
+    assert asked == [(4, warm), *[(4, 105)] * 3]
 
 
 class Streaming:
@@ -313,6 +313,18 @@ def test_requests_that_end_before_the_last_are_no_batch() -> None:
     engine = Streaming(others=2)
     with pytest.raises(RuntimeError, match=r"19 of 20 requests of 192 tokens ended before the last, of 64"):
         asyncio.run(sglang_engine.watch_last(engine, prompts(20, 4), {"temperature": 0}, 64, engine.clock))
+
+
+@pytest.mark.parametrize(("drafts", "count", "rounds"), [(False, 5, 4), (True, 9, 4)])
+def test_too_few_rounds_to_be_timed(drafts: bool, count: int, rounds: int) -> None:
+    engine, sampling = Streaming(drafts), {"temperature": 0}
+    with pytest.raises(RuntimeError, match=rf"of {count} tokens, took {rounds} rounds: expected more than 4"):
+        asyncio.run(sglang_engine.watch_last(engine, prompts(20, 4), sampling, count, engine.clock))
+    more = count + (2 if drafts else 1)
+    assert (
+        asyncio.run(sglang_engine.watch_last(engine, prompts(20, 4), sampling, more, engine.clock)).rounds
+        == 1
+    )
 
 
 def test_first_token_behind_a_cached_prefix() -> None:

@@ -341,6 +341,11 @@ def test_scans_by_fla_need_it(script: ModuleType, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit):
         script.main()
     assert "--scans fla needs the package flash-linear-attention" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--device", "cpu"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "--scans fla needs a GPU" in capsys.readouterr().err
 
 
 def write_library(folder: Path) -> Path:
