@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ENVIRONMENT = dict(os.environ)
 """Before a test has changed it."""
+_PORTS = iter(range(100))
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def run(
             text=True,
             check=False,
             timeout=seconds,
+            start_new_session=True,  # A scheduler that fails ends all processes of its group.
         )
         return Ended(found.returncode, found.stdout, found.stderr)
     with tempfile.TemporaryDirectory() as folder:
@@ -71,6 +74,19 @@ def run(
             "stdout": str(stdout), "stderr": str(stderr),
         }  # fmt: skip
         return Ended(_ask(json.dumps(job)), stdout.read_text(), stderr.read_text())
+
+
+def port() -> int:
+    """A port for an engine's ranks to meet at, another at each call.
+
+    SGLang draws one itself and binds it seconds later: engines that start together may draw the same.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for number in _PORTS:
+        with socket.socket() as trial:
+            if trial.connect_ex(("127.0.0.1", found := 20000 + 100 * (worker % 20) + number)):
+                return found
+    raise AssertionError("100 engines have had all ports of this process")
 
 
 def _ask(job: str) -> int:

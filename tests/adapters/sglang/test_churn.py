@@ -88,6 +88,7 @@ def test_long_churn(rule: str, tmp_path: Path) -> None:
         "enable_linear_replayssm_spec": True, "speculative_algorithm": "NGRAM",
         "speculative_num_draft_tokens": 4, "speculative_ngram_max_bfs_breadth": 1,
         "seconds": float(os.environ.get("TEST_CHURN_SECONDS", 60)),
+        "nccl_port": processes.port(),
     }  # fmt: skip
     model = convert(rule, tmp_path / rule, "bfloat16")
     if rule == "kda":
