@@ -23,8 +23,9 @@ from typer.testing import CliRunner
 
 from replayssm.cli.bench import e2e, recall, table
 from replayssm.cli.bench.accuracy import tables
+from replayssm.cli.bench.cases import Case
 from replayssm.cli.bench.compared import PRECISIONS
-from replayssm.cli.bench.targets import PRECISION_TARGETS
+from replayssm.cli.bench.targets import BANDWIDTH, PRECISION_TARGETS, TARGETS, outcomes
 from replayssm.cli.main import app
 from replayssm.cli.model_config import load_model_config
 from replayssm.cli.plan import Workload, make_plan
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PLOT = ROOT / "docs" / "kernels.png"
 PRECISION_PLOT = ROOT / "docs" / "precision.png"
+LARGE_BATCH = 128
 SHOWN_COMMANDS = 4
 """Of a study that several processes have measured."""
 LONG_RECALL = "recall-long"
@@ -166,24 +168,42 @@ def requests_in_flight() -> str:
     return f"{table.markdown(lines)}\n\nStates in fp32, window {window}.\n"
 
 
-def launch_shapes(results: Path = RESULTS) -> str:
-    """Times of our CUDA kernels alone, each in its fastest launch shape, over the batch."""
-    path = newest("launch-shapes", results)
+def unmet(results: Path = RESULTS) -> str:
+    """Of targets that large batches miss: the share of the measured bandwidth that each would take."""
+    lines = [["target", "against", "case", "asked", "of bandwidth", "reached", "of bandwidth"]]
+    for topic, targets in (("kernels", TARGETS), ("precision", PRECISION_TARGETS)):
+        rows = _record(topic, results)["rows"]
+        shares = {(row["case"], row["impl"]): row["bandwidth_fraction"] for row in rows}
+        for each in outcomes(rows, targets):
+            name, reached = each.target.text, each.reached
+            if reached is None or each.met or Case.parse(each.case).batch < LARGE_BATCH:
+                continue
+            share, asked = shares[each.case, each.target.ours], each.target.least
+            if each.target.against == BANDWIDTH:
+                lines.append([name, BANDWIDTH, each.case, "", f"{asked:.0%}", "", f"{share:.0%}"])
+                continue
+            more = f"{share * asked / reached:.0%}", f"{reached:.2f}x", f"{share:.0%}"
+            lines.append([name, each.by, each.case, f"{asked:.2f}x", *more])
+    return table.markdown(lines) + "\n"
+
+
+def counters(results: Path = RESULTS) -> str:
+    """What a GPU's counters say of single launches."""
+    path = newest("counters", results)
     record = json.loads(path.read_text(encoding="utf-8"))
-    best: dict[tuple[str, str], dict[int, float]] = {}
+    lines = [["case", "states", "kernel", "us", "GB/s", "memory", "issue slots", "warps", "registers"]]
     for row in record["rows"]:
-        geometry, batch, tokens = row["case"].split("/")
-        times = best.setdefault((geometry, tokens.removeprefix("t")), {})
-        rows = int(batch.removeprefix("b"))
-        times[rows] = min(row["us"], times.get(rows, row["us"]))
-    batches = sorted({rows for times in best.values() for rows in times})
-    lines = [["geometry", "T", *map(str, batches)]]
-    for (geometry, tokens), times in best.items():
-        lines.append([geometry, tokens, *(f"{times[n]:.1f}" if n in times else "-" for n in batches)])
+        rate = (row["bytes_read"] + row["bytes_written"]) / row["ns"]
+        shares = (f"{row[name]:.0f}%" for name in ("memory_pct", "issue_pct", "warps_pct"))
+        states = row["impl"].removeprefix("ours").strip() or "fp32"
+        us = f"{row['ns'] / 1000:.1f}"
+        lines.append(
+            [row["case"], states, f"`{row['kernel']}`", us, f"{rate:.0f}", *shares, f"{row['registers']:.0f}"]
+        )
     return (
-        f"{table.markdown(lines)}\n\nMicroseconds per layer, by batch. From [{path.name}](../bench/results/"
-        f"{path.name}): `{record['command']}` on {record['date']}; {record['gpu']}; "
-        f"torch {record['versions']['torch']}; commit {record['commit'][:12]}.\n"
+        f"{table.markdown(lines)}\n\nShares of the GPU's peaks over a launch. From [{path.name}]"
+        f"(../bench/results/{path.name}): `{record['command']}` on {record['date']}; {record['gpu']}; "
+        f"torch {record['versions']['torch']}; commit {_commit(record)}.\n"
     )
 
 
@@ -369,9 +389,13 @@ def draw_precision(path: Path, results: Path = RESULTS) -> None:
 FIGURES: dict[str, Callable[[], str]] = {
     **{f"accuracy-{study}": partial(accuracy, study) for study in (*tables.BY_MODEL, *tables.OVER_MODELS)},
     "accuracy-source": partial(study_source, "accuracy"),
+    "accuracy-before-generated": partial(accuracy, "generated", topic="accuracy-before"),
+    "accuracy-before-source": partial(study_source, "accuracy-before"),
+    "accuracy-before-trained": partial(accuracy, "trained", topic="accuracy-before"),
     "accuracy-examples-teacher-forced": partial(accuracy, "teacher-forced", topic="accuracy-examples"),
     "accuracy-split-gain": split_gain,
     "accuracy-examples-source": partial(study_source, "accuracy-examples"),
+    "counters": counters,
     "e2e-sglang": e2e_sglang,
     "e2e-sglang-mtp": partial(e2e_sglang, "e2e-sglang-mtp"),
     "e2e-sglang-nemotron": partial(e2e_sglang, "e2e-sglang-nemotron"),
@@ -379,7 +403,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "e2e-sglang-qwen": partial(e2e_sglang, "e2e-sglang-qwen"),
     "e2e-transformers": e2e_transformers,
     "kernels": kernels,
-    "launch-shapes": launch_shapes,
     "plan": plan,
     "precision": precision,
     "precision-plan": precision_plan,
@@ -387,6 +410,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "recall-kernels": recalled_by_kernels,
     "requests-in-flight": requests_in_flight,
     "skipping": skipping,
+    "unmet": unmet,
 }
 
 

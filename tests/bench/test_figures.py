@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -41,20 +40,6 @@ def test_every_marked_place_is_replaced_and_nothing_else(
     place = "<!-- figures:plan -->\n{}<!-- /figures -->"
     text = f"a\n{place}\nb\n{place}\nc\n"
     assert figures.rewrite(text.format("old\n", "")) == text.format("new\n", "new\n")
-
-
-def test_the_fastest_shape_counts(figures: ModuleType, tmp_path: Path) -> None:
-    rows = [
-        {"case": "gdn-hv64/b1/t4", "us": 7.6},
-        {"case": "gdn-hv64/b1/t4", "us": 5.94},
-        {"case": "kda-32/b16/t1", "us": 21.0},
-    ]
-    record = {"rows": rows, "command": "run", "date": "2026-01-02", "gpu": "GPU", "commit": "c" * 40}
-    path = tmp_path / "launch-shapes-gpu-2026-01-02.json"
-    path.write_text(json.dumps({**record, "versions": {"torch": "2"}}), encoding="utf-8")
-    lines = figures.launch_shapes(tmp_path).splitlines()
-    assert lines[0] == "| geometry | T | 1 | 16 |"
-    assert lines[2:4] == ["| gdn-hv64 | 4 | 5.9 | - |", "| kda-32 | 1 | - | 21.0 |"]
 
 
 def test_profiles_stand_side_by_side(figures: ModuleType) -> None:
