@@ -67,8 +67,8 @@ class Engine(Protocol):
     def end(self) -> None:
         """End it; its memory is free afterwards."""
 
-    def kill(self) -> None:
-        """End it at once, whatever it is doing; `end` is still to come."""
+    def kill(self) -> str:
+        """End it at once, whatever it is doing, and give the end of its log; `end` is still to come."""
 
 
 Start = Callable[[Sequence[str], Mapping[str, str]], Engine]
@@ -249,6 +249,8 @@ def time_group(
 ) -> None:
     """Time engines of models and ways in turn, batch after batch; one that fails leaves the others be."""
     engines: dict[tuple[str, str], Engine] = {}
+    asked: tuple[str, str] | None = None
+    order: Message = {}
     tokens = {"input": given.input, "output": given.output, "replays": given.replays}
     if given.stagger:
         tokens["stagger"] = True
@@ -263,7 +265,7 @@ def time_group(
             engines[model, way] = start(launch.arguments, launch.environment)
         for order in [{"order": "facts"}, *orders]:
             for model, way in list(engines):
-                name = Path(model).name
+                name, asked = Path(model).name, (model, way)
                 try:
                     answer = engines[model, way].ask(**order)
                 except EngineFailed as error:
@@ -284,8 +286,9 @@ def time_group(
                     say(f"{name}, {way}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
                     keep()
     except SystemExit:
-        for each in engines.values():
-            each.kill()
+        for (model, way), each in engines.items():
+            doing = f", busy with {order}" if (model, way) == asked else ""
+            say(f"{Path(model).name}, {way}: stopped{doing}; its log ends: {each.kill()}")
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -347,7 +350,9 @@ class Process:
             if line.startswith(MARK):
                 answer: Message = json.loads(line.removeprefix(MARK))
                 return answer
-        raise EngineFailed(f"status {self._process.wait()}: {self._told()}")
+        failed = f"status {self._process.wait()}: {self._told()}"
+        self._folder.cleanup()
+        raise EngineFailed(failed)
 
     def end(self) -> None:
         """See `Engine`."""
@@ -361,16 +366,16 @@ class Process:
             self._process.wait()
         self._folder.cleanup()
 
-    def kill(self) -> None:
+    def kill(self) -> str:
         """See `Engine`."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        return self._told()
 
     def _told(self) -> str:
         """The end of its log."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         told = [bare(line.strip()) for line in lines if line.strip()]
-        self._folder.cleanup()
         return " / ".join(told[-LOG_LINES:])
 
 

@@ -180,21 +180,29 @@ def test_an_engine_that_cannot_start_says_why() -> None:
 
 
 def test_a_signal_leaves_no_engine_behind(tmp_path: Path) -> None:
-    """Engines that are busy when `timeout`, or a job's end, asks the command to stop."""
+    """Engines that are busy when `timeout`, or a job's end, asks the command to stop; it says with what."""
     began = tmp_path / "began"
-    busy = f"import os, time; print(os.getpid(), file=open({str(began)!r}, 'a'), flush=True); time.sleep(600)"
+    busy = (
+        "import os, sys, time; print('capturing', file=sys.stderr, flush=True)\n"
+        f"print(os.getpid(), file=open({str(began)!r}, 'a'), flush=True); time.sleep(600)"
+    )
     script = f"""
 from replayssm.cli.bench import e2e
 
 start = lambda arguments, environment: e2e.Process([{busy!r}], {{}}, "timeit")
 e2e.main(["--model", "m", "--ways", "on,off", "--together"], start=start)
 """
-    process = subprocess.Popen([sys.executable, "-P", "-c", script])
+    process = subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True)
     while not began.exists() or len(began.read_text().split()) < 2:
         assert process.poll() is None
         time.sleep(0.05)
     process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert said.splitlines() == [
+        "m, on: stopped, busy with {'order': 'facts'}; its log ends: capturing",
+        "m, off: stopped; its log ends: capturing",
+    ]
     for engine in map(int, began.read_text().split()):
         with pytest.raises(ProcessLookupError):
             os.kill(engine, 0)
