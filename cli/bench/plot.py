@@ -41,6 +41,11 @@ def draw(path: Path, rows: Iterable[Mapping[str, Any]], note: str) -> None:
         rows: rows of a record of topic `kernels`.
         note: where they come from.
     """
+    plot(rows, note).savefig(path, dpi=110)
+
+
+def plot(rows: Iterable[Mapping[str, Any]], note: str) -> Figure:
+    """The same, not yet written."""
     found = speedups(rows)
     rules = [rule for rule in TITLES if rule in found]
     figure = Figure(figsize=(1 + 4 * max(len(rules), 1), 3.8), layout="constrained")
@@ -49,8 +54,9 @@ def draw(path: Path, rows: Iterable[Mapping[str, Any]], note: str) -> None:
         _draw_rule(axis, found[rule])
         axis.set_title(TITLES[rule])
     axes[0].set_ylabel("times faster")
+    axes[0].set_ylim(0, None)  # of all: it ends the search for the top
     figure.suptitle(note, fontsize="medium")
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _draw_rule(axis: Axes, geometries: Mapping[str, Mapping[str, list[tuple[int, float]]]]) -> None:
@@ -66,5 +72,4 @@ def _draw_rule(axis: Axes, geometries: Mapping[str, Mapping[str, list[tuple[int,
     axis.set_xticks(batches, [str(batch) for batch in batches])
     axis.axhline(1.0, color="tab:gray", linewidth=0.8)
     axis.set_xlabel("sequences of a step")
-    axis.set_ylim(0, None)
     axis.legend(fontsize="x-small")

@@ -87,3 +87,14 @@ def test_the_plot_is_drawn(figures: ModuleType, results: Path) -> None:
     assert found["kda"]["kda-32"] == {"over the best peer": [(8, 1.5)]}
     figures.draw_kernels(results / "kernels.png", results)
     assert (results / "kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_line_is_in_the_plot() -> None:
+    """Rules that come later may have higher ratios."""
+    module = pytest.importorskip("replayssm.cli.bench.plot")
+    times = [("gdn-hv64", 1.5), ("kda-32", 3.0)]
+    rows = [
+        row(name, 8, impl, us) for name, slower in times for impl, us in (("ours", 1.0), ("sglang", slower))
+    ]
+    tops = [axis.get_ylim() for axis in module.plot(rows, "").axes]
+    assert all(bottom == 0 and top > 3 for bottom, top in tops)
